@@ -1,0 +1,63 @@
+"""The settings of one wrapped model."""
+
+from dataclasses import dataclass, fields
+
+from orca_hf.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrcaConfig:
+    """How a wrapped model schedules its requests and how much memory it may take.
+
+    Attributes:
+        max_batch_size: Most requests in one iteration (`max_bs` in the Orca paper).
+        max_batch_tokens: Most tokens in one iteration. Longer prompts are computed in chunks, beside the decodes of
+            the running requests. `None` runs every prompt whole, as in the paper. At least `max_batch_size`.
+        max_slots: K/V memory in tokens (`n_slots` in the paper). `None` derives it from `memory_fraction`.
+        memory_fraction: Share of the memory that is *free* when the pool is made that it may take, in (0, 1).
+            Ignored when `max_slots` is given.
+        block_size: Tokens in a K/V block, a power of two.
+        pack_weights: Keep a copy of the linear weights in the layout that the CPU's matrix product likes best. Faster
+            by up to two times, at the cost of that copy; without effect on other devices.
+        free_when_idle: Give the K/V memory and packed weights back whenever the last running request is done. Slower
+            for many small calls; for a process that trains in between.
+    """
+
+    max_batch_size: int = 32
+    max_batch_tokens: int | None = 512
+    max_slots: int | None = None
+    memory_fraction: float = 0.5
+    block_size: int = 16
+    pack_weights: bool = True
+    free_when_idle: bool = False
+
+    def __post_init__(self) -> None:
+        self._require_int("max_batch_size", self.max_batch_size, at_least=1)
+        self._require_int("block_size", self.block_size, at_least=1)
+        if self.block_size & (self.block_size - 1):
+            raise ConfigError(f"block_size is {self.block_size}, but must be a power of two (16 is usual).")
+        if self.max_batch_tokens is not None:
+            self._require_int("max_batch_tokens", self.max_batch_tokens, at_least=1)
+            if self.max_batch_tokens < self.max_batch_size:
+                raise ConfigError(
+                    f"max_batch_tokens is {self.max_batch_tokens}, below max_batch_size {self.max_batch_size}: each "
+                    "request in an iteration computes at least one token. Raise the first or lower the second."
+                )
+        if self.max_slots is not None:
+            self._require_int("max_slots", self.max_slots, at_least=self.block_size)
+        fraction = self.memory_fraction
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction < 1:
+            raise ConfigError(f"memory_fraction is {fraction!r}, but must be a number between 0 and 1, both excluded.")
+        for name in ("pack_weights", "free_when_idle"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, but must be True or False.")
+
+    @staticmethod
+    def _require_int(name: str, value: object, *, at_least: int) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+            raise ConfigError(f"{name} is {value!r}, but must be an integer of at least {at_least}.")
+
+    @classmethod
+    def field_names(cls) -> tuple[str, ...]:
+        """Names of all settings, in order."""
+        return tuple(field.name for field in fields(cls))
