@@ -1,0 +1,158 @@
+"""The description of one iteration that every attention backend reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RaggedBatch:
+    """Where the tokens of an iteration sit in the flat batch, and where their K and V sit in the caches.
+
+    Request i owns rows `cu_seqlens_q[i]:cu_seqlens_q[i + 1]` of the flat batch. They are its newest tokens, at
+    positions `kv_len - query_len .. kv_len - 1`; its K/V of position p is in slot
+    `block_table[i, p // block_size] * block_size + p % block_size`.
+
+    Attributes:
+        cu_seqlens_q: (num_requests + 1,) int32: query offsets in the flat batch.
+        kv_lens: (num_requests,) int32: K/V length of each request, its new tokens included.
+        block_table: (num_requests, max_num_blocks) int32: block ids in order; entries past the last used block are 0
+            and are never read.
+        slot_mapping: (total_q,) int64: the slot that each new token's K/V goes to.
+        block_size: Tokens in a block.
+        query_lens_host: The query lengths on the host, so that no launcher has to wait for the device.
+        kv_lens_host: The K/V lengths on the host.
+        first_slots: First slot of each request whose slots are consecutive, else None.
+        required_slots: The fewest slots a cache must have for this batch.
+        scratch: What a backend keeps between the layers of one iteration (plans, masks). Not copied by `to`.
+    """
+
+    cu_seqlens_q: Tensor
+    kv_lens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+    block_size: int
+    query_lens_host: tuple[int, ...]
+    kv_lens_host: tuple[int, ...]
+    first_slots: tuple[int | None, ...]
+    required_slots: int = 0
+    scratch: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests of the iteration."""
+        return len(self.query_lens_host)
+
+    @property
+    def total_q(self) -> int:
+        """Rows of the flat batch."""
+        return sum(self.query_lens_host)
+
+    @property
+    def max_query_len(self) -> int:
+        """The longest query."""
+        return max(self.query_lens_host)
+
+    @property
+    def max_kv_len(self) -> int:
+        """The longest K/V."""
+        return max(self.kv_lens_host)
+
+    def to(self, device: torch.device | str) -> RaggedBatch:
+        """Returns the same batch with its tensors on `device` (itself when they are there already)."""
+        target = torch.device(device)
+        here = self.kv_lens.device
+        if here.type == target.type and target.index in (None, here.index):
+            return self
+        return RaggedBatch(
+            cu_seqlens_q=self.cu_seqlens_q.to(target, non_blocking=True),
+            kv_lens=self.kv_lens.to(target, non_blocking=True),
+            block_table=self.block_table.to(target, non_blocking=True),
+            slot_mapping=self.slot_mapping.to(target, non_blocking=True),
+            block_size=self.block_size,
+            query_lens_host=self.query_lens_host,
+            kv_lens_host=self.kv_lens_host,
+            first_slots=self.first_slots,
+            required_slots=self.required_slots,
+        )
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        query_lens: Sequence[int],
+        kv_lens: Sequence[int],
+        blocks: Sequence[Sequence[int]],
+        block_size: int,
+        device: torch.device | str,
+    ) -> RaggedBatch:
+        """Builds the batch from host lists; one copy to the device per tensor.
+
+        Args:
+            query_lens: New tokens of each request, at least 1.
+            kv_lens: K/V length of each request with its new tokens, at least its query length.
+            blocks: Block ids of each request in order; more than kv_len needs is fine (a reservation).
+            block_size: Tokens in a block.
+            device: Where the tensors go.
+
+        Raises:
+            ValueError: The lists disagree in length, a length is out of range, or a request has too few blocks.
+        """
+        if block_size < 1:
+            raise ValueError(f"block_size must be at least 1, got {block_size}.")
+        if not (len(query_lens) == len(kv_lens) == len(blocks)):
+            raise ValueError(
+                "query_lens, kv_lens and blocks must name the same requests, got "
+                f"{len(query_lens)}, {len(kv_lens)} and {len(blocks)} of them."
+            )
+        if not query_lens:
+            raise ValueError("A RaggedBatch needs at least one request, got none.")
+
+        table: list[list[int]] = []
+        slots: list[int] = []
+        first_slots: list[int | None] = []
+        last_block = 0
+        for index, (query_len, kv_len, owned) in enumerate(zip(query_lens, kv_lens, blocks, strict=True)):
+            if not 1 <= query_len <= kv_len:
+                raise ValueError(f"Request {index}: needs 1 <= query_len <= kv_len, got {query_len} and {kv_len}.")
+            num_blocks = -(-kv_len // block_size)
+            if len(owned) < num_blocks:
+                raise ValueError(
+                    f"Request {index}: kv_len {kv_len} needs {num_blocks} blocks of {block_size} slots, "
+                    f"got {len(owned)}."
+                )
+            used = list(owned[:num_blocks])
+            if min(used) < 0:
+                raise ValueError(f"Request {index}: block ids must not be negative, got {min(used)}.")
+            last_block = max(last_block, max(used))
+            table.append(used)
+            first_block, start = used[0], kv_len - query_len
+            if used == list(range(first_block, first_block + num_blocks)):
+                first = first_block * block_size
+                first_slots.append(first)
+                slots.extend(range(first + start, first + kv_len))
+            else:
+                first_slots.append(None)
+                slots.extend(used[p // block_size] * block_size + p % block_size for p in range(start, kv_len))
+
+        width = max(map(len, table))
+        for row in table:
+            row.extend([0] * (width - len(row)))
+        offsets = [0, *accumulate(query_lens)]
+        return cls(
+            cu_seqlens_q=torch.tensor(offsets, dtype=torch.int32).to(device, non_blocking=True),
+            kv_lens=torch.tensor(list(kv_lens), dtype=torch.int32).to(device, non_blocking=True),
+            block_table=torch.tensor(table, dtype=torch.int32).to(device, non_blocking=True),
+            slot_mapping=torch.tensor(slots, dtype=torch.int64).to(device, non_blocking=True),
+            block_size=block_size,
+            query_lens_host=tuple(query_lens),
+            kv_lens_host=tuple(kv_lens),
+            first_slots=tuple(first_slots),
+            required_slots=(last_block + 1) * block_size,
+        )
