@@ -1,0 +1,219 @@
+"""Orca's attention, as transformers calls it: the registered attention and mask functions.
+
+The functions are registered once, under the name `orca`. A model's configs name them for the length of an iteration
+only (`patches.py`), and the iteration travels in a context variable, so it belongs to the thread that runs it. A
+forward of the same model on another thread meanwhile finds the name but no iteration, and is passed on to the
+implementation that the user chose.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+
+from orca_hf.errors import UnsupportedError
+from orca_hf.kv_pool import KVPool
+from orca_kernels import RaggedBatch, selective_attention, store_kv
+
+IMPLEMENTATION = "orca"
+
+# Arguments that reach an attention function and do not change what it computes for one flattened, unpadded batch.
+_HARMLESS = frozenset({
+    "cache",
+    "cache_position",
+    "logits_to_keep",
+    "num_items_in_batch",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "past_key_values",
+    "position_ids",
+    "return_dict",
+    "use_cache",
+})  # fmt: skip
+
+
+@dataclass(slots=True)
+class AttentionContext:
+    """One iteration, as the attention modules see it.
+
+    Attributes:
+        pool: K/V memory.
+        batch: Which tokens belong to whom.
+        modules: Attention modules that have run, each of which may run once.
+        mask_windows: Window sizes that the model asked a mask for.
+        windows: Window sizes that the attention modules passed on.
+    """
+
+    pool: KVPool
+    batch: RaggedBatch
+    modules: set[nn.Module] = field(default_factory=set)
+    mask_windows: set[int] = field(default_factory=set)
+    windows: set[int] = field(default_factory=set)
+    _by_device: dict[torch.device, RaggedBatch] = field(default_factory=dict)
+
+    def batch_on(self, device: torch.device) -> RaggedBatch:
+        """The batch on `device`: copied there once in an iteration."""
+        found = self._by_device.get(device)
+        if found is None:
+            found = self._by_device[device] = self.batch.to(device)
+        return found
+
+    def check(self) -> None:
+        """Refuse, after the forward, what the calls one by one could not show.
+
+        Raises:
+            UnsupportedError: No attention module used the interface, or a window was put in a mask only.
+        """
+        if not self.modules:
+            raise UnsupportedError("none of its modules calls the registered attention function")
+        if self.mask_windows - self.windows:
+            raise UnsupportedError(
+                f"it limits attention to {sorted(self.mask_windows - self.windows)} tokens by a mask alone"
+            )
+
+
+_context: ContextVar[AttentionContext | None] = ContextVar("orca_attention_context", default=None)
+# The user's implementation for each config that names ours at this moment, by the config's id.
+_replaced: dict[int, str] = {}
+
+
+@contextmanager
+def attention_context(context: AttentionContext) -> Iterator[AttentionContext]:
+    """Run this thread's attention on `context` within the block."""
+    token = _context.set(context)
+    try:
+        yield context
+    finally:
+        _context.reset(token)
+
+
+@contextmanager
+def orca_attention(configs: tuple[PretrainedConfig, ...]) -> Iterator[None]:
+    """Let `configs` name Orca's attention within the block; a model's own config comes before its parts'."""
+    originals = [config._attn_implementation for config in configs]
+    for config, original in zip(configs, originals, strict=True):
+        _replaced[id(config)] = original
+    try:
+        for config in configs:
+            config._attn_implementation = IMPLEMENTATION
+        yield
+    finally:
+        # Parents first, as before: setting a config's name sets its parts' names too.
+        for config, original in zip(configs, originals, strict=True):
+            config._attn_implementation = original
+        for config in configs:
+            _replaced.pop(id(config), None)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Writes an iteration's K/V to the pool and attends, each request to its own.
+
+    Args:
+        module: The attention module that calls.
+        query: (1, num_heads, total_q, head_dim).
+        key: (1, num_kv_heads, total_q, head_dim): of the iteration's tokens only.
+        value: (1, num_kv_heads, total_q, v_head_dim): likewise.
+        attention_mask: None in an iteration: the batch says who sees what.
+        dropout: Must be 0.
+        scaling: Factor of the scores; head_dim ** -0.5 if None.
+        sliding_window: A query sees that many tokens, itself included.
+        softcap: Bound of the scores by tanh.
+        s_aux: (num_heads,): attention sinks.
+        is_causal: False is refused, as is a module's own `is_causal = False`.
+        **kwargs: Refused, unless known to change nothing here.
+
+    Returns:
+        (1, total_q, num_heads, v_head_dim), and no attention weights.
+
+    Raises:
+        UnsupportedError: An argument would change the result in a way that is not built here.
+    """
+    context = _context.get()
+    if context is None:
+        options = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux, "is_causal": is_causal}
+        given = {name: option for name, option in options.items() if option is not None}
+        return _user_attention(module)(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **given, **kwargs
+        )
+    if module in context.modules:
+        raise UnsupportedError(f"{type(module).__name__} attends twice in one forward")
+    unknown = sorted(name for name, option in kwargs.items() if option is not None and name not in _HARMLESS)
+    if unknown:
+        raise UnsupportedError(f"{type(module).__name__} passes {', '.join(unknown)} to attention")
+    if dropout:
+        raise UnsupportedError(f"attention dropout is {dropout}")
+    if attention_mask is not None:
+        raise UnsupportedError(f"{type(module).__name__} makes an attention mask of its own")
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise UnsupportedError(f"{type(module).__name__} is not causal")
+    if not query.dtype == key.dtype == value.dtype:
+        raise UnsupportedError(f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}")
+    if query.shape[0] != 1 or query.shape[2] != context.batch.total_q or key.shape[2] != context.batch.total_q:
+        raise UnsupportedError(
+            f"{type(module).__name__} reshapes its tokens: query {tuple(query.shape)}, key {tuple(key.shape)}"
+        )
+    context.modules.add(module)
+    if sliding_window is not None:
+        context.windows.add(sliding_window)
+
+    key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    cache = context.pool.layer(module, key, value)
+    batch = context.batch_on(query.device)
+    store_kv(key, value, cache.key, cache.value, batch)
+    output = selective_attention(
+        query[0].transpose(0, 1),
+        cache.key,
+        cache.value,
+        batch,
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return output[None], None
+
+
+def attention_mask(*args: Any, config: PretrainedConfig, **kwargs: Any) -> Any:
+    """No mask in an iteration, and a note of the window asked for; elsewhere the user's own mask."""
+    context = _context.get()
+    if context is None:
+        return AttentionMaskInterface()[_user_implementation(config)](*args, config=config, **kwargs)
+    if kwargs.get("use_vmap"):
+        raise UnsupportedError("it lays a mask of its own over the causal one")
+    if kwargs.get("local_size") is not None:
+        context.mask_windows.add(kwargs["local_size"])
+    return None
+
+
+def _user_implementation(config: PretrainedConfig) -> str:
+    # An iteration that ended since the caller read the name has put the user's back in the config itself.
+    return _replaced.get(id(config)) or config._attn_implementation
+
+
+def _user_attention(module: Any) -> Callable[..., Any]:
+    eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return AttentionInterface().get_interface(_user_implementation(module.config), eager)
+
+
+AttentionInterface.register(IMPLEMENTATION, attention_forward)
+AttentionMaskInterface.register(IMPLEMENTATION, attention_mask)

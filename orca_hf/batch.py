@@ -1,0 +1,65 @@
+"""From an Iteration to the tensors of one forward."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from orca_hf.scheduler import Iteration
+from orca_kernels import RaggedBatch
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """The flattened batch that selective batching runs everything but attention on (Orca, section 4.1).
+
+    Attributes:
+        input_ids: (1, total_q) int64: the steps' tokens, one after another.
+        position_ids: (1, total_q) int64: each token's position in its own request.
+        sampling_rows: (num_sampling,) int64: rows whose logits are wanted, in step order; never empty.
+        ragged: What the attention kernels need to tell the requests apart.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    sampling_rows: Tensor
+    ragged: RaggedBatch
+
+    @cached_property
+    def attention_mask(self) -> Tensor:
+        """(1, total_q) int64, all ones: nothing in a flattened batch is padding."""
+        return torch.ones_like(self.input_ids)
+
+
+def build_batch(iteration: Iteration, *, block_size: int, device: torch.device) -> ForwardBatch:
+    """Builds the tensors of `iteration` on `device`.
+
+    Args:
+        iteration: At least one step; every request in it is admitted.
+        block_size: Slots in a K/V block.
+        device: Where the model takes its input.
+    """
+    tokens: list[int] = []
+    positions: list[int] = []
+    sampling_rows: list[int] = []
+    for step in iteration.steps:
+        stop = step.start + step.length
+        tokens += step.request.tokens(step.start, stop)
+        positions += range(step.start, stop)
+        if step.samples:
+            sampling_rows.append(len(tokens) - 1)
+    # A forward over nothing but prompt chunks has no row to sample; one row keeps every model's head well-formed.
+    rows = sampling_rows or [len(tokens) - 1]
+    return ForwardBatch(
+        input_ids=torch.tensor([tokens], device=device),
+        position_ids=torch.tensor([positions], device=device),
+        sampling_rows=torch.tensor(rows, device=device),
+        ragged=RaggedBatch.build(
+            query_lens=[step.length for step in iteration.steps],
+            kv_lens=[step.start + step.length for step in iteration.steps],
+            blocks=[step.request.blocks for step in iteration.steps],
+            block_size=block_size,
+            device=device,
+        ),
+    )

@@ -1,0 +1,118 @@
+"""Linear weights in the layout that the CPU's matrix product likes best, for as long as the weights stay the same.
+
+A decode iteration has few rows, and a plain matrix product spends most of such a call reordering the weight. oneDNN
+can keep the reordered weight; measured on SmolLM2-135M in fp32, that makes the linears 1.5 to 2 times faster between
+1 and 64 rows. The price is a second copy of the weights, and that a packed copy must never outlive the weight it was
+made from: see `PackedLinears.refresh`.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """A module's packed weight and what it was made from."""
+
+    module: nn.Linear
+    weight: Tensor
+    version: int
+    pointer: int
+    fingerprint: tuple[Tensor, Tensor]
+    forward: Callable[[Tensor], Tensor]
+
+    def is_current(self) -> bool:
+        """Whether the module still holds the tensor that was packed, unchanged as far as PyTorch counts."""
+        weight = self.module.weight
+        return weight is self.weight and weight._version == self.version and weight.data_ptr() == self.pointer
+
+
+class PackedLinears:
+    """Packed copies of a model's linear weights.
+
+    A weight may change under us in two ways. Ordinary writes (an optimizer's, `load_state_dict`, assignment of a new
+    parameter) move the tensor's version counter, its identity or its address, which `refresh` checks before every
+    iteration. Writes through `.data` move none of them; so `refresh(deep=True)`, called whenever the engine starts to
+    work, also compares a fingerprint over every bit of every weight, at memory speed.
+    """
+
+    def __init__(self) -> None:
+        self._packed: dict[nn.Linear, _Packed] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the packed copies take."""
+        return sum(entry.weight.numel() * entry.weight.element_size() for entry in self._packed.values())
+
+    @property
+    def forwards(self) -> list[tuple[nn.Linear, Callable[[Tensor], Tensor]]]:
+        """Each packed module with the forward to run in place of its own."""
+        return [(module, entry.forward) for module, entry in self._packed.items()]
+
+    def clear(self) -> None:
+        """Drop all packed copies."""
+        self._packed.clear()
+
+    def pack(self, modules: Iterable[nn.Module]) -> None:
+        """Pack every linear among `modules` that can be, and is not yet."""
+        for module in modules:
+            if can_pack(module) and module not in self._packed:
+                assert isinstance(module, nn.Linear)
+                self._packed[module] = _pack(module)
+
+    def refresh(self, *, deep: bool) -> None:
+        """Pack anew what is no longer what it was; after this, every packed copy equals its weight.
+
+        Args:
+            deep: Compare the weights' contents too, not only PyTorch's own bookkeeping.
+        """
+        for module, entry in list(self._packed.items()):
+            if entry.is_current() and not (deep and not _same(entry.fingerprint, _fingerprint(module.weight))):
+                continue
+            del self._packed[module]
+            if can_pack(module):
+                self._packed[module] = _pack(module)
+
+
+def can_pack(module: nn.Module) -> bool:
+    """Whether `module` is a plain linear on the CPU in fp32, with nothing of the user's in its forward."""
+    if type(module) is not nn.Linear or "forward" in module.__dict__ or not torch.backends.mkldnn.is_available():
+        return False
+    weight = module.weight
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype is torch.float32
+        and type(weight) is nn.Parameter
+        and weight.is_contiguous()
+        and not weight.is_inference()  # an inference tensor has no version counter
+        and weight.numel() > 0
+    )
+
+
+def _pack(module: nn.Linear) -> _Packed:
+    weight = module.weight
+    with torch.no_grad():
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+        fingerprint = _fingerprint(weight)
+
+    def forward(hidden: Tensor) -> Tensor:
+        # Another thread may train the model meanwhile, or run it under autocast; neither is for the packed product.
+        if torch.is_grad_enabled() or hidden.dtype is not torch.float32 or torch.is_autocast_enabled("cpu"):
+            return nn.functional.linear(hidden, module.weight, module.bias)
+        return torch.ops.mkldnn._linear_pointwise(hidden, packed, module.bias, "none", [], "")
+
+    return _Packed(module, weight, weight._version, weight.data_ptr(), fingerprint, forward)
+
+
+def _fingerprint(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of every row's bits, and a diagonal: the first sees any change, the second most permutations in a row."""
+    flat = weight.detach()
+    bits = flat.view(torch.int64) if flat.shape[1] % 2 == 0 else flat.view(torch.int32)
+    return bits.sum(dim=1, dtype=torch.int64), flat.reshape(-1)[:: flat.shape[1] + 1].clone().view(torch.int32)
+
+
+def _same(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> bool:
+    return all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(left, right, strict=True))

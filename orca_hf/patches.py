@@ -1,0 +1,39 @@
+"""What is changed in the user's model for the length of an iteration, and undone after it.
+
+Plain attribute writes on modules and configs, microseconds each way. Between iterations the model is the user's.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from orca_hf.attention import orca_attention
+from orca_hf.packed_linear import PackedLinears
+
+
+def attention_configs(model: PreTrainedModel) -> tuple[PretrainedConfig, ...]:
+    """Every config object that `model` or one of its parts reads its attention implementation from, parents first."""
+    found: dict[int, PretrainedConfig] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, PretrainedConfig):
+            found.setdefault(id(config), config)
+    return tuple(found.values())
+
+
+@contextmanager
+def iteration_patches(configs: tuple[PretrainedConfig, ...], packed: PackedLinears) -> Iterator[None]:
+    """Switch the model to Orca's attention and the packed linears within the block."""
+    patched: list[nn.Module] = []
+    with orca_attention(configs):
+        try:
+            for linear, forward in packed.forwards:
+                # nn.Module.__setattr__ would look the name up among parameters and buffers first: ten times slower.
+                linear.__dict__["forward"] = forward
+                patched.append(linear)
+            yield
+        finally:
+            for module in patched:
+                module.__dict__.pop("forward", None)

@@ -1,0 +1,229 @@
+"""The model runner: an Iteration in, the logits of its sampling rows out."""
+
+import inspect
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from orca_hf.attention import AttentionContext, attention_context
+from orca_hf.batch import build_batch
+from orca_hf.config import OrcaConfig
+from orca_hf.errors import OrcaError, UnsupportedError
+from orca_hf.kv_pool import KVPool, choose_num_slots
+from orca_hf.packed_linear import PackedLinears
+from orca_hf.patches import attention_configs, iteration_patches
+from orca_hf.request import Request
+from orca_hf.scheduler import Iteration, Step
+
+# Model types whose tokens the tests hold against native generate(). Any other is compared with its native forward
+# when its runner is made.
+TESTED_MODEL_TYPES = frozenset({
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "gpt2",
+    "gpt_neox",
+    "granite",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "opt",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+})  # fmt: skip
+# Iterations after which packing the weights has paid for itself, about: a packing costs some ten plain iterations.
+_PACK_AFTER = 16
+
+
+class ModelRunner:
+    """Runs iterations of one model on one K/V pool.
+
+    Args:
+        model: The user's model; changed only while an iteration runs.
+        config: The settings.
+        autocast: Autocast to run under, as (device type, dtype), or None.
+        forward_lock: Held while the model is changed and runs; shared by all runners of a model.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: OrcaConfig,
+        autocast: tuple[str, torch.dtype] | None,
+        forward_lock: threading.Lock,
+    ) -> None:
+        self.model = model
+        self.config = config
+        self.autocast = autocast
+        self._forward_lock = forward_lock
+        self.pool = KVPool(0)
+        self.packed = PackedLinears()
+        self._configs = attention_configs(model)
+        self._structure = model_structure(model)
+        self._accepts = frozenset(inspect.signature(type(model).forward).parameters)
+        self._iterations = 0
+        self._verified = False
+
+    def is_stale(self) -> bool:
+        """Whether the model's modules, dtypes or devices are no longer those this runner was made for."""
+        return self._structure != model_structure(self.model)
+
+    def make_pool(self) -> int:
+        """Learn each layer's K/V shape from a forward over one token, then make the pool.
+
+        Returns:
+            The pool's number of slots.
+
+        Raises:
+            UnsupportedError: The model's attention cannot be run by Orca.
+            CapacityError: There is not enough free memory for one block.
+        """
+        missing = [name for name in ("input_ids", "position_ids") if name not in self._accepts]
+        if missing:
+            raise UnsupportedError(f"its forward takes no {' and no '.join(missing)}")
+        try:
+            if self.model.config.model_type in TESTED_MODEL_TYPES:
+                self.pool = KVPool(self.config.block_size)
+                request = Request([0], 1)
+                request.blocks = (0,)
+                self.run(Iteration((Step(request, 0, 1, samples=True),)))
+            else:
+                self._check_parity()
+        except OrcaError:
+            raise
+        except Exception as error:  # whatever a model that is not made for this may raise
+            raise UnsupportedError(f"a trial iteration raised {type(error).__name__}: {error}") from error
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        num_slots = choose_num_slots(self.config, self.pool.bytes_per_slot(), limit)
+        self.pool = KVPool(num_slots)
+        return num_slots
+
+    def _check_parity(self) -> None:
+        """Compare two requests' logits, over a prefill and a decode iteration, with the native forward of each.
+
+        Raises:
+            UnsupportedError: They differ beyond rounding.
+        """
+        vocab_size = self._embedding().shape[0]
+        requests = [Request([(31 * i + 7 * length) % vocab_size for i in range(length)], 1) for length in (7, 4)]
+        blocks = -(-max(len(request.prompt) for request in requests) // self.config.block_size)
+        self.pool = KVPool(len(requests) * blocks * self.config.block_size)
+        for index, request in enumerate(requests):
+            request.blocks = tuple(range(index * blocks, (index + 1) * blocks))
+        self.run(Iteration(tuple(Step(r, 0, len(r.prompt) - 1, samples=False) for r in requests)))
+        ours = self.run(Iteration(tuple(Step(r, len(r.prompt) - 1, 1, samples=True) for r in requests)))
+        for request, logits in zip(requests, ours, strict=True):
+            with torch.inference_mode(False), torch.no_grad(), self._autocast():
+                prompt = torch.tensor([request.prompt], device=self._input_device())
+                native = self.model(input_ids=prompt, use_cache=False).logits[0, -1]
+            tolerance = max(1e-4, 16 * torch.finfo(native.dtype).eps) * max(1.0, native.abs().max().item())
+            difference = (logits.float() - native.float().to(logits.device)).abs().max().item()
+            if not difference <= tolerance:  # also where either is NaN
+                raise UnsupportedError(
+                    f"in a trial iteration its logits differ from the native forward by {difference:.2g}, "
+                    f"where rounding explains {tolerance:.2g}"
+                )
+
+    def read_kv(self, requests: Sequence[Request]) -> list[tuple[Tensor, Tensor]]:
+        """Copies of the computed K/V of `requests`, aligned at their ends, zeros before their starts.
+
+        Returns:
+            For each layer K and V of (num_requests, num_kv_heads, longest, head_dim).
+        """
+        longest = max(request.computed for request in requests)
+        block_size = self.config.block_size
+        states: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in self.pool.layers]
+        for request in requests:
+            positions = range(request.computed)
+            slots = torch.tensor([request.blocks[p // block_size] * block_size + p % block_size for p in positions])
+            for (keys, values), (key, value) in zip(states, self.pool.read(slots), strict=True):
+                missing = (0, 0, 0, 0, longest - request.computed, 0)
+                keys.append(torch.nn.functional.pad(key, missing).transpose(0, 1))
+                values.append(torch.nn.functional.pad(value, missing).transpose(0, 1))
+        return [(torch.stack(keys), torch.stack(values)) for keys, values in states]
+
+    def start(self) -> None:
+        """Called when work begins after an idle time, in which the user may have changed the weights."""
+        self._verified = False
+
+    def release(self) -> None:
+        """Give back the K/V memory and the packed weights; both are made again when needed."""
+        self.pool = KVPool(self.pool.num_slots)
+        self.packed.clear()
+
+    def run(self, iteration: Iteration, remaining: int = 0) -> Tensor:
+        """One forward of the model over an iteration.
+
+        Args:
+            iteration: What to compute; its K/V are written to the pool.
+            remaining: Iterations that will certainly follow, to judge whether packing the weights will pay.
+
+        Returns:
+            (num_sampling, vocab_size) logits in the model's dtype, of the steps that sample, in order.
+
+        Raises:
+            UnsupportedError: The model asked attention for something that is not built.
+        """
+        self._prepare_weights(remaining)
+        batch = build_batch(iteration, block_size=self.config.block_size, device=self._input_device())
+        context = AttentionContext(self.pool, batch.ragged)
+        arguments: dict[str, Any] = {
+            "input_ids": batch.input_ids,
+            "position_ids": batch.position_ids,
+            "attention_mask": batch.attention_mask,
+            "use_cache": False,
+            "logits_to_keep": batch.sampling_rows,
+            "return_dict": True,
+        }
+        accepted = {name: value for name, value in arguments.items() if name in self._accepts}
+        with (
+            self._forward_lock,
+            torch.inference_mode(False),
+            torch.no_grad(),
+            self._autocast(),
+            iteration_patches(self._configs, self.packed),
+            attention_context(context),
+        ):
+            logits = self.model(**accepted).logits[0]
+        context.check()
+        self._iterations += 1
+        if "logits_to_keep" not in accepted:
+            logits = logits[batch.sampling_rows.to(logits.device)]
+        return logits
+
+    def _prepare_weights(self, remaining: int) -> None:
+        if not self.config.pack_weights or self.autocast is not None:
+            return
+        if self.packed.forwards or self._iterations + remaining >= _PACK_AFTER:
+            with torch.inference_mode(False):
+                self.packed.refresh(deep=not self._verified)
+                if not self._verified:
+                    self.packed.pack(self.model.modules())
+            self._verified = True
+
+    def _embedding(self) -> Tensor:
+        weight = self.model.get_input_embeddings().weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    def _input_device(self) -> torch.device:
+        return self._embedding().device
+
+    def _autocast(self) -> torch.autocast:
+        if self.autocast is None:
+            return torch.autocast(self.model.device.type, enabled=False)
+        device_type, dtype = self.autocast
+        return torch.autocast(device_type, dtype=dtype)
+
+
+def model_structure(model: PreTrainedModel) -> tuple[Any, ...]:
+    """What a runner takes for granted: the module objects, and each parameter's dtype and device."""
+    modules = tuple(id(module) for module in model.modules())
+    return modules, tuple((parameter.dtype, parameter.device) for parameter in model.parameters())

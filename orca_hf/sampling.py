@@ -1,0 +1,328 @@
+"""From logits to tokens: one generate() call's rows, with the processors and criteria that generate() built for it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import (
+    EosTokenCriteria,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    StopStringCriteria,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from orca_hf.random_state import DefaultGenerator
+from orca_hf.request import Request
+
+# Processors and criteria that treat each row by itself and keep nothing between calls: they may be shown any of a
+# call's rows, at any time. Everything else, a user's own above all, is shown all rows of its call at once, as natively.
+_ROW_BY_ROW_PROCESSORS = frozenset({
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+})  # fmt: skip
+_ROW_BY_ROW_CRITERIA = frozenset({EosTokenCriteria, MaxLengthCriteria, StopStringCriteria})
+
+
+class Streamer(Protocol):
+    """What generate() asks of a streamer."""
+
+    def put(self, value: Tensor) -> None:
+        """Take the next tokens, on the CPU."""
+
+    def end(self) -> None:
+        """No more tokens will come."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """What one generate() call asks for, as generate() itself prepared it.
+
+    Attributes:
+        processors: Applied to the logits in turn.
+        criteria: Whether a row is done.
+        max_length: Tokens of the longest row, padding and prompt included.
+        do_sample: Draw from the distribution, or take its maximum.
+        pad_token_id: Fills rows that end early; None only where no row can.
+        output_scores: Keep the processed scores of every step.
+        output_logits: Keep the raw logits of every step.
+        output_cache: Keep the K/V states of the whole call.
+    """
+
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    max_length: int
+    do_sample: bool = False
+    pad_token_id: int | None = None
+    output_scores: bool = False
+    output_logits: bool = False
+    output_cache: bool = False
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a row."""
+        return frozenset(
+            token
+            for criterion in self.criteria
+            if hasattr(criterion, "eos_token_id")
+            for token in torch.as_tensor(criterion.eos_token_id).reshape(-1).tolist()
+        )
+
+    @property
+    def ends_by_eos(self) -> bool:
+        """Whether a row that ended is continued by pad tokens; natively so only with an EOS criterion."""
+        return any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether the next token is the largest logit, and only length and EOS end a row."""
+        return not (self.do_sample or self.processors or self.needs_all_rows) and {
+            type(criterion) for criterion in self.criteria
+        } <= {EosTokenCriteria, MaxLengthCriteria}
+
+    @property
+    def needs_all_rows(self) -> bool:
+        """Whether even a row that ended must be computed on: someone is shown its logits or K/V, or it goes on."""
+        processors = {type(processor) for processor in self.processors}
+        criteria = {type(criterion) for criterion in self.criteria}
+        return (
+            self.output_scores
+            or self.output_logits
+            or self.output_cache
+            or not processors <= _ROW_BY_ROW_PROCESSORS
+            or (not self.ends_by_eos and not criteria <= {MaxLengthCriteria})
+        )
+
+    def must_lockstep(self, num_rows: int, has_streamer: bool) -> bool:
+        """Whether someone looks at all rows together, who must find them at the same token."""
+        criteria = {type(criterion) for criterion in self.criteria}
+        together = has_streamer or not criteria <= _ROW_BY_ROW_CRITERIA | {MaxTimeCriteria}
+        return self.needs_all_rows or (num_rows > 1 and together)
+
+    def wants_lockstep(self, num_rows: int) -> bool:
+        """Whether rows in step give native's very result, where rows apart would give an equally good one.
+
+        These are the order of random draws, and the moment at which `max_time` ends a row.
+        """
+        return num_rows > 1 and (self.do_sample or any(type(c) is MaxTimeCriteria for c in self.criteria))
+
+
+class Generation:
+    """One generate() call while it is served: its rows as requests, and what becomes of them.
+
+    Rows run independently, each leaving when it is done, unless someone looks at several of them together: a user's
+    own logits processor or criterion, a streamer of several rows, recorded scores, or the random draws of a sampled
+    call. Then they go in *lockstep*: a row whose next logits are there waits for its siblings, and one step of the
+    native loop is taken over all of them, so that everybody sees what native generate() shows.
+
+    Args:
+        input_ids: (num_rows, prompt_len) as the caller gave them, padding included.
+        prompts: Each row's own tokens, without padding.
+        options: What to do with the logits.
+        streamer: Gets the tokens as they come, or None.
+        lockstep: Whether the rows go in lockstep.
+    """
+
+    def __init__(
+        self,
+        input_ids: Tensor,
+        prompts: Sequence[Sequence[int]],
+        options: SamplingOptions,
+        *,
+        streamer: Streamer | None = None,
+        lockstep: bool = False,
+    ) -> None:
+        self.options = options
+        self.streamer = streamer
+        self.lockstep = lockstep
+        self.error: BaseException | None = None
+        self.scores: list[Tensor] = []
+        self.logits: list[Tensor] = []
+        self.kv_states: list[tuple[Tensor, Tensor]] | None = None
+        num_rows, self.prompt_len = input_ids.shape
+        self.max_new_tokens = options.max_length - self.prompt_len
+        self.requests = [Request(prompt, self.max_new_tokens, owner=self) for prompt in prompts]
+        self._row_of = {id(request): row for row, request in enumerate(self.requests)}
+        self._eos = options.eos_token_ids
+        self._pad = 0 if options.pad_token_id is None else options.pad_token_id  # None only where no row needs any
+        self._unfinished = set(range(num_rows))
+        self._num_open = num_rows
+        self._held: dict[int, Tensor] = {}
+        self._plain = options.is_plain_greedy and not lockstep
+        self._generator = (
+            DefaultGenerator(input_ids.device, num_rows if not lockstep else 1) if options.do_sample else None
+        )
+        self._input_ids = input_ids
+        # Processors and criteria run in whichever thread drives, but in the mode that their caller made them in.
+        self._inference_mode = torch.is_inference_mode_enabled()
+        # The rows as processors and criteria are shown them; (num_rows, max_length) int64.
+        self._ids: Tensor | None = None
+        if not self._plain:
+            self._ids = torch.full((num_rows, options.max_length), self._pad, dtype=torch.long, device=input_ids.device)
+            self._ids[:, : self.prompt_len] = input_ids
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether `accept_tokens` may be used in place of `accept_logits`."""
+        return self._plain
+
+    @property
+    def done(self) -> bool:
+        """Whether all rows have ended and hold their last token, or the call failed."""
+        return self.error is not None or self._num_open == 0
+
+    def row_ended(self) -> None:
+        """A row has got its last token."""
+        self._num_open -= 1
+
+    def fail(self, error: BaseException) -> None:
+        """End the call with `error`, which its caller will see; the first error stands."""
+        if not self.done:
+            self.error = error
+        self._held.clear()
+
+    def close(self) -> None:
+        """Tell the streamer that the end has come, and the random generator. Called once, by the caller's thread."""
+        if self._generator is not None:
+            self._generator.close()
+        if self.streamer is not None:
+            self.streamer.end()
+
+    def accept_tokens(self, requests: Sequence[Request], tokens: Sequence[int]) -> list[tuple[Request, int, bool]]:
+        """Takes the tokens of some rows' largest logits.
+
+        Returns:
+            (request, token, whether the row has ended) of each.
+        """
+        accepted = []
+        for request, token in zip(requests, tokens, strict=True):
+            over = token in self._eos or len(request.generated) + 1 == self.max_new_tokens
+            accepted.append((request, token, over))
+            if self.streamer is not None:
+                self.streamer.put(torch.tensor([token]))
+        return accepted
+
+    def accept_logits(self, requests: Sequence[Request], logits: Tensor) -> list[tuple[Request, int, bool]]:
+        """Takes the next logits of some rows: (len(requests), vocab_size).
+
+        Returns:
+            (request, token, whether the row has ended) of each row that got a token; in lockstep that is none until
+            all rows are there, and then all.
+        """
+        with torch.inference_mode(self._inference_mode), torch.no_grad():
+            return self._accept_logits([self._row_of[id(request)] for request in requests], logits)
+
+    def _accept_logits(self, rows: list[int], logits: Tensor) -> list[tuple[Request, int, bool]]:
+        if self.lockstep:
+            self._held.update(zip(rows, logits, strict=True))
+            awaited = set(range(len(self.requests))) if self.options.needs_all_rows else self._unfinished
+            if self._held.keys() < awaited:
+                return []
+            rows = sorted(self._held)
+            logits = torch.stack([self._held[row] for row in rows])
+            self._held = {}
+        accepted = []
+        for length in sorted({len(self.requests[row].generated) for row in rows}):
+            chosen = [i for i, row in enumerate(rows) if len(self.requests[row].generated) == length]
+            part = logits if len(chosen) == len(rows) else logits[chosen]
+            accepted += self._step([rows[i] for i in chosen], length + self.prompt_len, part)
+        return accepted
+
+    def _step(self, rows: list[int], length: int, logits: Tensor) -> list[tuple[Request, int, bool]]:
+        """The body of native generate()'s loop, over `rows`, which are all `length` tokens long."""
+        assert self._ids is not None
+        options = self.options
+        every_row = len(rows) == len(self.requests)
+        ids = self._ids if every_row else self._ids[rows]
+        logits = logits.to(copy=True, dtype=torch.float32, device=ids.device)
+        scores = options.processors(ids[:, :length], logits)  # type: ignore[arg-type]
+        if options.output_scores:
+            self.scores.append(scores)
+        if options.output_logits:
+            self.logits.append(logits)
+        tokens = self._draw(rows, scores) if options.do_sample else torch.argmax(scores, dim=-1)
+        if options.ends_by_eos:
+            alive = torch.tensor([row in self._unfinished for row in rows], device=tokens.device)
+            tokens = torch.where(alive, tokens, self._pad)
+        ids[:, length] = tokens
+        if not every_row:
+            self._ids[rows, length] = tokens
+        over = options.criteria(ids[:, : length + 1], tuple(self.scores) if options.output_scores else None)
+        self._unfinished -= {row for row, ended in zip(rows, over.tolist(), strict=True) if ended}
+        if self.streamer is not None:
+            self.streamer.put(self._ids[:, length].cpu())
+        leaving = set(rows) - self._unfinished
+        if options.needs_all_rows and self._unfinished:
+            leaving = set()
+        return [(self.requests[row], token, row in leaving) for row, token in zip(rows, tokens.tolist(), strict=True)]
+
+    def _draw(self, rows: list[int], scores: Tensor) -> Tensor:
+        assert self._generator is not None
+        probs = torch.nn.functional.softmax(scores, dim=-1)
+        if not self.lockstep:
+            draws = [self._generator.draw(probs[i : i + 1], stream=row) for i, row in enumerate(rows)]
+            return torch.cat(draws)
+        if len(rows) < len(self.requests):
+            # Natively a row that ended still takes its share of the random numbers, and its draw is thrown away.
+            everyone = probs.new_ones((len(self.requests), probs.shape[1]))
+            everyone[rows] = probs
+            return self._generator.draw(everyone)[rows]
+        return self._generator.draw(probs)
+
+    def sequences(self) -> Tensor:
+        """(num_rows, longest row) token ids as generate() returns them: prompts, tokens, padding."""
+        longest = max(len(request.generated) for request in self.requests)
+        if self._ids is not None:
+            new_tokens = self._ids[:, self.prompt_len : self.prompt_len + longest]
+        else:
+            rows = [request.generated + [self._pad] * (longest - len(request.generated)) for request in self.requests]
+            new_tokens = torch.tensor(rows, device=self._input_ids.device)
+        return torch.cat([self._input_ids, new_tokens], dim=-1)
+
+
+def greedy_tokens(logits: Tensor) -> list[int]:
+    """Tokens of the largest logits: (num_rows, vocab_size), the lowest of equals.
+
+    In fp32, as natively: rounding to a narrower dtype has happened already, so the maximum is the same one.
+    """
+    return torch.argmax(logits.float(), dim=-1).tolist()
