@@ -1,0 +1,154 @@
+"""What Orca runs and what goes to the native path: every rule, with its reason in words."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.generation import GenerationMode
+from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
+
+_ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
+# Rotary kinds whose frequencies depend on the longest request in the forward: neighbours would change one's tokens.
+_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+# Inputs of a forward that generate() makes itself, or that say nothing about a text-only decoder's tokens.
+_KNOWN_INPUTS = frozenset({"input_ids", "attention_mask", "use_cache", "return_dict"})
+
+
+def model_reasons(model: PreTrainedModel) -> list[str]:
+    """Why `model` as such cannot be run by Orca; empty if nothing speaks against trying."""
+    reasons = []
+    config = model.config
+    text_config = config.get_text_config()
+    if getattr(type(model), "generate", None) is not GenerationMixin.generate:
+        reasons.append(f"{type(model).__name__} has a generate() of its own")
+    if config.is_encoder_decoder:
+        reasons.append("encoder-decoder models are not run by Orca")
+    elif model.main_input_name != "input_ids" or text_config is not config:
+        reasons.append("multimodal models are not run by Orca")
+    if getattr(model, "_is_stateful", False):
+        reasons.append("models with a recurrent state are not run by Orca")
+    if not getattr(model, "_supports_attention_backend", False):
+        reasons.append(f"{type(model).__name__} does not use transformers' attention interface")
+    other_layers = set(getattr(text_config, "layer_types", None) or ()) - _ATTENTION_LAYERS
+    if other_layers:
+        reasons.append(f"layers of type {', '.join(sorted(map(str, other_layers)))} are not run by Orca")
+    rope_types = _rope_types(getattr(text_config, "rope_parameters", None)) & _LENGTH_DEPENDENT_ROPE
+    if rope_types:
+        reasons.append(f"rotary embedding of type {', '.join(sorted(rope_types))} depends on the longest row")
+    if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model):
+        reasons.append("parameters are sharded over processes (ZeRO-3 or FSDP)")
+    if (getattr(model, "_tp_size", None) or 1) > 1:
+        reasons.append("tensor parallelism is not run by Orca")
+    return reasons
+
+
+def _rope_types(parameters: Any) -> set[str]:
+    if not isinstance(parameters, Mapping):
+        return set()
+    if "rope_type" in parameters:
+        return {str(parameters["rope_type"])}
+    return {kind for nested in parameters.values() for kind in _rope_types(nested)}
+
+
+def training_reasons(model: PreTrainedModel) -> list[str]:
+    """Why `model` in its present mode would not give the same tokens twice."""
+    if not model.training:
+        return []
+    dropout = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.AlphaDropout)
+    if any(isinstance(module, dropout) and module.p > 0 and module.training for module in model.modules()):
+        return ["the model is in training mode and has dropout"]
+    config = model.config.get_text_config()
+    rates = ("attention_dropout", "attn_pdrop", "dropout", "hidden_dropout", "router_jitter_noise")
+    active = [rate for rate in rates if isinstance(getattr(config, rate, None), float) and getattr(config, rate) > 0]
+    return [f"the model is in training mode and its {', '.join(active)} is not 0"] if active else []
+
+
+def call_reasons(
+    model: PreTrainedModel, arguments: Mapping[str, Any], generation_config: GenerationConfig
+) -> list[str]:
+    """Why one generate() call cannot be run by Orca.
+
+    Args:
+        model: The model that it runs on.
+        arguments: The call's arguments by name, those in **kwargs included.
+        generation_config: The call's configuration, with everything merged that generate() merges.
+    """
+    reasons = []
+    mode = generation_config.get_generation_mode(arguments.get("assistant_model"))
+    if mode not in _MODES:
+        reasons.append(f"generation mode {mode.value} is not run by Orca")
+    if arguments.get("custom_generate") is not None:
+        reasons.append("custom_generate replaces the decoding loop")
+    if arguments.get("synced_gpus"):
+        reasons.append("synced_gpus keeps processes in step, which a shared batch cannot")
+    if (generation_config.guidance_scale or 1) != 1 or arguments.get("negative_prompt_ids") is not None:
+        reasons.append("guidance_scale runs the model a second time")
+    if generation_config.cache_implementation not in (None, "dynamic"):
+        reasons.append(f"cache_implementation={generation_config.cache_implementation!r} asks for a cache of its own")
+    if generation_config.token_healing:
+        reasons.append("token_healing rewrites the prompt")
+    if generation_config.is_assistant:
+        reasons.append("the model is an assistant of another")
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(generation_config, name):
+            reasons.append(f"{name} is not recorded by Orca")
+    if generation_config.stop_strings is not None and (
+        arguments.get("tokenizer") is None or model.generation_config.stop_strings is not None
+    ):
+        reasons.append("stop_strings are in the model's own generation_config, or come without a tokenizer")
+    unknown = [
+        name
+        for name, value in arguments.get("kwargs", {}).items()
+        if value is not None
+        and name not in _KNOWN_INPUTS
+        and name not in ("tokenizer", "assistant_tokenizer", "trust_remote_code")
+        and not hasattr(generation_config, name)
+    ]
+    if unknown:
+        reasons.append(f"the model is given {', '.join(sorted(unknown))}")
+    return reasons
+
+
+def input_reasons(
+    model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None, max_length: int | None
+) -> list[str]:
+    """Why the rows themselves cannot be run by Orca.
+
+    Args:
+        model: The model that they run on.
+        input_ids: (num_rows, prompt_len).
+        attention_mask: (num_rows, prompt_len) or None if nothing is padded.
+        max_length: Tokens of the longest row at its end, None if not known yet.
+    """
+    reasons = []
+    if input_ids.dim() != 2 or input_ids.numel() == 0:
+        return [f"input_ids have the shape {tuple(input_ids.shape)}"]
+    own_length = input_ids.shape[1]
+    if attention_mask is not None:
+        if attention_mask.shape != input_ids.shape:
+            return [f"attention_mask has another shape, {tuple(attention_mask.shape)}, than the input"]
+        mask = attention_mask != 0
+        own_length = int(mask.sum(dim=1).max())
+        if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
+            reasons.append("attention_mask has values other than 0 and 1")
+        if not bool(mask.any(dim=1).all()):
+            reasons.append("a row is nothing but padding")
+        elif not bool(mask[:, -1].all()):
+            # Natively such a row's first token is sampled at a padding position: odd, but it is native's answer.
+            reasons.append("a row is padded on the right")
+        elif bool((mask[:, 1:] < mask[:, :-1]).any()):
+            reasons.append("attention_mask has holes")
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and max_length is not None and own_length + max_length - input_ids.shape[1] > limit:
+        reasons.append(f"rows may grow beyond the model's {limit} positions")
+    return reasons
+
+
+def autocast_state(device: torch.device) -> tuple[str, torch.dtype] | None:
+    """The caller's autocast on `device`, as (device type, dtype), or None."""
+    if not torch.is_autocast_enabled(device.type):
+        return None
+    return device.type, torch.get_autocast_dtype(device.type)

@@ -1,0 +1,313 @@
+"""OrcaGenerate: takes the place of a model's generate(), runs what it can by Orca and hands the rest to the native one.
+
+generate() itself does the preparing: validation, defaults, processors, criteria, expansion for several sequences. Its
+official seam, `custom_generate`, then calls us in place of the decoding loop.
+"""
+
+import copy
+import inspect
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
+
+from orca_hf.config import OrcaConfig
+from orca_hf.eligibility import (
+    autocast_state,
+    call_reasons,
+    input_reasons,
+    model_reasons,
+    training_reasons,
+)
+from orca_hf.engine import Engine
+from orca_hf.errors import TokenIdError, UnsupportedError
+from orca_hf.runner import ModelRunner
+from orca_hf.sampling import Generation, SamplingOptions, Streamer
+
+logger = logging.getLogger(__name__)
+
+# Arguments of generate() that its preparing of a configuration does not take.
+_NOT_FOR_CONFIG = ("tokenizer", "assistant_tokenizer", "trust_remote_code")
+
+
+class OrcaGenerate:
+    """A model's generate(), run by iteration-level scheduling. Set on the instance by `orca_hf.wrap`.
+
+    Pickles and deep-copies with its model; each copy has an engine of its own. Threads may call it at the same time
+    and share one batch.
+
+    Args:
+        model: The model it belongs to.
+        config: The settings.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: OrcaConfig) -> None:
+        self.model = model
+        self.config = config
+        self._reset()
+
+    def _reset(self) -> None:
+        # An engine for each autocast the model is called under: K/V made under different ones must not meet.
+        self._engines: dict[Any, Engine] = {}
+        self._unsupported: dict[Any, str] = {}
+        self._lock = threading.Lock()  # guards the two
+        self._forward_lock = threading.Lock()  # one iteration at a time on this model, whichever engine runs it
+        self._logged: set[str] = set()
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._native)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"model": self.model, "config": self.config}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.model = state["model"]
+        self.config = state["config"]
+        self._reset()
+
+    def __repr__(self) -> str:
+        return f"OrcaGenerate({type(self.model).__name__}, {self.config})"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """generate() of the wrapped model: same arguments, same result, same errors."""
+        arguments = self._bind(args, kwargs)
+        reasons, generation_config = self._reasons(arguments)
+        engine = None
+        if not reasons:
+            engine, reasons = self._find_engine()
+        if engine is None or reasons:
+            self._log_native(reasons)
+            return self._native(*args, **kwargs)
+        return self._prepare_and_run(engine, arguments, generation_config)
+
+    def explain(self, **kwargs: Any) -> list[str]:
+        """Every reason why a call with these arguments goes to the native path; empty if Orca runs it."""
+        arguments = self._bind((), kwargs)
+        reasons, generation_config = self._reasons(arguments)
+        input_ids = arguments.get("inputs")
+        if input_ids is None:
+            input_ids = arguments["kwargs"].get("input_ids")
+        if isinstance(input_ids, Tensor):
+            reasons += input_reasons(
+                self.model,
+                input_ids,
+                arguments["kwargs"].get("attention_mask"),
+                _max_length(generation_config, input_ids.shape[-1]),
+            )
+        if not reasons:
+            reasons += self._find_engine()[1]
+        return reasons
+
+    def release(self) -> None:
+        """Give K/V memory and packed weights of idle engines back; they are made again when needed."""
+        with self._lock:
+            for engine in self._engines.values():
+                engine.release()
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """The engines made so far: one, unless the model has been called under several kinds of autocast."""
+        with self._lock:
+            return tuple(self._engines.values())
+
+    @property
+    def _native(self) -> Callable[..., Any]:
+        """The model's own generate(), bound to it."""
+        return type(self.model).generate.__get__(self.model)  # type: ignore[attr-defined]
+
+    def _private(self, name: str) -> Callable[..., Any]:
+        """A method of GenerationMixin that is not part of its public interface."""
+        return getattr(type(self.model), name).__get__(self.model)
+
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        bound = self.__signature__.bind(*args, **kwargs)
+        bound.arguments.setdefault("kwargs", {})
+        return bound.arguments
+
+    def _reasons(self, arguments: dict[str, Any]) -> tuple[list[str], GenerationConfig]:
+        options = {name: value for name, value in arguments["kwargs"].items() if name not in _NOT_FOR_CONFIG}
+        merged, _ = self._private("_prepare_generation_config")(arguments.get("generation_config"), **options)
+        reasons = model_reasons(self.model) + training_reasons(self.model)
+        return reasons + call_reasons(self.model, arguments, merged), merged
+
+    def _log_native(self, reasons: list[str]) -> None:
+        for reason in reasons:
+            if reason not in self._logged:
+                self._logged.add(reason)
+                logger.warning("generate() runs natively, without Orca: %s.", reason)
+
+    def _find_engine(self) -> tuple[Engine | None, list[str]]:
+        autocast = autocast_state(self.model.device)
+        with self._lock:
+            engine = self._engines.get(autocast)
+            if engine is not None and engine.driven_by_this_thread:
+                return None, ["generate() is called from inside a processor, criterion or streamer of a running call"]
+            if engine is not None and engine.runner.is_stale():
+                engine = None  # whoever still runs on it holds it; its memory goes when they are done
+                self._unsupported.pop(autocast, None)
+            if engine is None and autocast not in self._unsupported:
+                try:
+                    runner = ModelRunner(self.model, self.config, autocast, self._forward_lock)
+                    engine = self._engines[autocast] = Engine(runner, self.config)
+                except UnsupportedError as reason:
+                    self._engines.pop(autocast, None)
+                    self._unsupported[autocast] = str(reason)
+            if engine is None:
+                return None, [f"{type(self.model).__name__} cannot be run by Orca: {self._unsupported[autocast]}"]
+            return engine, []
+
+    def _prepare_and_run(self, engine: Engine, arguments: dict[str, Any], merged: GenerationConfig) -> Any:
+        call = {**arguments.pop("kwargs"), **arguments}
+        call.pop("custom_generate", None)
+        streamer: Streamer | None = call.pop("streamer", None)
+        _move_stop_strings(call, merged)
+
+        def decode(
+            model: PreTrainedModel,
+            input_ids: Tensor,
+            logits_processor: Any,
+            stopping_criteria: StoppingCriteriaList,
+            generation_config: GenerationConfig,
+            **model_kwargs: Any,
+        ) -> Any:
+            if streamer is not None:
+                streamer.put(input_ids.cpu())
+            attention_mask = model_kwargs.get("attention_mask")
+            max_length = stopping_criteria.max_length
+            reasons = input_reasons(model, input_ids, attention_mask, max_length)
+            if max_length is None:
+                reasons.append("no criterion limits the length")
+            if not reasons:
+                run = _Run(engine, input_ids, attention_mask, logits_processor, stopping_criteria, generation_config)
+                try:
+                    return run(streamer, model)
+                except UnsupportedError as error:
+                    if run.has_tokens:
+                        raise
+                    reasons = [str(error)]
+            self._log_native(reasons)
+            return self._private("_sample")(
+                input_ids,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                generation_config=generation_config,
+                streamer=streamer,
+                **model_kwargs,
+            )
+
+        return self._native(**call, custom_generate=decode)
+
+
+class _Run:
+    """One prepared call on its way through the engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        logits_processor: Any,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+    ) -> None:
+        self.engine = engine
+        self.input_ids = input_ids
+        self.prompts = _own_tokens(input_ids, attention_mask)
+        self.generation_config = generation_config
+        pad = generation_config._pad_token_tensor
+        max_length = stopping_criteria.max_length
+        assert max_length is not None
+        self.options = SamplingOptions(
+            processors=logits_processor,
+            criteria=stopping_criteria,
+            max_length=max_length,
+            do_sample=bool(generation_config.do_sample),
+            pad_token_id=None if pad is None else int(pad),
+            output_scores=bool(generation_config.return_dict_in_generate and generation_config.output_scores),
+            output_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),
+            output_cache=bool(generation_config.return_dict_in_generate and generation_config.use_cache),
+        )
+        self.has_tokens = False
+
+    def __call__(self, streamer: Streamer | None, model: PreTrainedModel) -> Tensor | GenerateDecoderOnlyOutput:
+        _check_token_ids(self.prompts, model)
+        max_new_tokens = self.options.max_length - self.input_ids.shape[1]
+        fits = self.engine.fits_at_once([len(prompt) for prompt in self.prompts], max_new_tokens)
+        must = self.options.must_lockstep(len(self.prompts), streamer is not None)
+        if must and not fits:
+            raise UnsupportedError("its rows are looked at together and do not fit into the K/V memory at once")
+        lockstep = must or (fits and self.options.wants_lockstep(len(self.prompts)))
+        generation = Generation(self.input_ids, self.prompts, self.options, streamer=streamer, lockstep=lockstep)
+        try:
+            self.engine.run(generation)
+        finally:
+            self.has_tokens = any(request.generated for request in generation.requests)
+            generation.close()
+        if not self.generation_config.return_dict_in_generate:
+            return generation.sequences()
+        return GenerateDecoderOnlyOutput(
+            sequences=generation.sequences(),  # type: ignore[arg-type]
+            scores=tuple(generation.scores) if self.options.output_scores else None,  # type: ignore[arg-type]
+            logits=tuple(generation.logits) if self.options.output_logits else None,  # type: ignore[arg-type]
+            cache=_as_cache(generation, model),
+        )
+
+
+def _own_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
+    """Each row's tokens without its padding."""
+    rows: list[list[int]] = input_ids.tolist()
+    if attention_mask is None:
+        return rows
+    lengths = attention_mask.sum(dim=1).tolist()
+    return [row[len(row) - length :] for row, length in zip(rows, lengths, strict=True)]
+
+
+def _check_token_ids(prompts: list[list[int]], model: PreTrainedModel) -> None:
+    embedding = model.get_input_embeddings().weight
+    assert isinstance(embedding, Tensor)
+    vocab_size = embedding.shape[0]
+    for row, prompt in enumerate(prompts):
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            wrong = next(token for token in prompt if not 0 <= token < vocab_size)
+            raise TokenIdError(
+                f"Row {row} has token id {wrong}, but the model's vocabulary is 0 to {vocab_size - 1}; is this the "
+                "model's own tokenizer?"
+            )
+
+
+def _max_length(generation_config: GenerationConfig, prompt_len: int) -> int | None:
+    if generation_config.max_new_tokens is not None:
+        return prompt_len + generation_config.max_new_tokens
+    return generation_config.max_length
+
+
+def _move_stop_strings(call: dict[str, Any], merged: GenerationConfig) -> None:
+    """Turn stop_strings into the criterion that generate() would make of them.
+
+    generate() makes it from the tokenizer, which it does not keep for a custom decoding loop.
+    """
+    if merged.stop_strings is None:
+        return
+    tokenizer = call.pop("tokenizer")
+    criteria = StoppingCriteriaList(call.get("stopping_criteria") or ())
+    if not any(type(criterion) is StopStringCriteria for criterion in criteria):
+        criteria.append(StopStringCriteria(stop_strings=merged.stop_strings, tokenizer=tokenizer))
+    call["stopping_criteria"] = criteria
+    call.pop("stop_strings", None)
+    if call.get("generation_config") is not None:
+        call["generation_config"] = copy.deepcopy(call["generation_config"])
+        call["generation_config"].stop_strings = None
+
+
+def _as_cache(generation: Generation, model: PreTrainedModel) -> DynamicCache | None:
+    if generation.kv_states is None:
+        return None
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    for layer, (key, value) in enumerate(generation.kv_states):
+        cache.update(key, value, layer)
+    return cache
