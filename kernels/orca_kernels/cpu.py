@@ -96,7 +96,7 @@ def selective_attention(
         return _decode_all(query, key_cache, value_cache, plan, plan.sections, scaling)
 
     # (num_kv_heads, group, tokens, head_dim): a group's heads stand next to the K/V head that they share.
-    grouped = query.unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3)
+    grouped = query.view(-1, num_kv_heads, group, query.shape[2]).permute(1, 2, 0, 3)
     keys, values = key_cache.transpose(0, 1), value_cache.transpose(0, 1)
     outputs = []
     for span in plan.spans:
@@ -104,7 +104,8 @@ def selective_attention(
         if span.slots is None:
             k, v = keys.narrow(1, span.first_slot, span.kv_len), values.narrow(1, span.first_slot, span.kv_len)
         else:
-            k, v = keys.index_select(1, span.slots), values.index_select(1, span.slots)
+            k = key_cache.index_select(0, span.slots).transpose(0, 1)
+            v = value_cache.index_select(0, span.slots).transpose(0, 1)
         if explicit:
             out = _explicit(q, k, v, span.bias, scaling, softcap, sinks)
         elif span.rows == 1:
@@ -120,7 +121,8 @@ def _decode_all(
 ) -> Tensor:
     """Decodes only: one call makes all the views of a cache, which otherwise cost as much as a short attention."""
     num_kv_heads = key_cache.shape[1]
-    rows = query.unflatten(1, (num_kv_heads, -1)).unsqueeze(1).unbind(0)
+    total_q, num_heads, head_dim = query.shape
+    rows = query.view(total_q, 1, num_kv_heads, -1, head_dim).unbind(0)
     keys = key_cache.transpose(0, 1).unsqueeze(0).split_with_sizes(sections, 2)
     values = value_cache.transpose(0, 1).unsqueeze(0).split_with_sizes(sections, 2)
     attend = functional.scaled_dot_product_attention
@@ -128,7 +130,7 @@ def _decode_all(
         attend(q, keys[place], values[place], attn_mask=span.bias, scale=scaling)
         for q, place, span in zip(rows, plan.places, plan.spans, strict=True)
     ]
-    return torch.cat(outputs).flatten(1, 2)
+    return torch.cat(outputs).view(total_q, num_heads, -1)
 
 
 def _decode(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scaling: float) -> Tensor:
@@ -201,6 +203,7 @@ def _plan(
 
 
 def _add_sections(plan: _Plan, num_slots: int) -> None:
+    """Fills in `sections` and `places` where the plan is such that they can be."""
     places = [0] * len(plan.spans)
     sections = []
     end = 0
@@ -227,6 +230,7 @@ def _cut(batch: RaggedBatch, sliding_window: int | None, *, masked: bool) -> lis
         first_slot = batch.first_slots[index]
         slots = None
         if first_slot is None:
+            # -1 sorts before every slot, so that `_add_sections` meets it first.
             slots, first_slot = request_slots(batch, index), -1
         for row in range(0, query_len, step):
             rows = min(step, query_len - row)

@@ -39,7 +39,7 @@ TILES: dict[tuple[int, int, bool], Tile] = {
     (32, 4, False): Tile(32, 32, 4, 1),
     (32, 4, True): Tile(16, 64, 4, 2),
     (64, 4, False): Tile(64, 32, 8, 2),
-    (64, 4, True): Tile(16, 32, 4, 2),
+    (64, 4, True): Tile(16, 16, 4, 2),
     (128, 4, False): Tile(32, 32, 8, 1),
     (128, 4, True): Tile(16, 32, 4, 1),
     (256, 4, False): Tile(16, 32, 8, 1),

@@ -1,0 +1,60 @@
+"""A RaggedBatch says the same on the host and on the device, and refuses what makes no sense."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from orca_kernels import RaggedBatch
+
+GOOD: dict[str, Any] = {
+    "query_lens": [1, 3, 5],
+    "kv_lens": [6, 3, 9],
+    "blocks": [[4, 5, 6], [2], [9, 1, 3]],
+    "block_size": 4,
+    "device": "cpu",
+}
+
+
+def test_build_lays_out_the_batch() -> None:
+    batch = RaggedBatch.build(**GOOD)
+    assert batch.cu_seqlens_q.tolist() == [0, 1, 4, 9]
+    assert batch.kv_lens.tolist() == [6, 3, 9]
+    # Block 6 of the first request is reserved, not used.
+    assert batch.block_table.tolist() == [[4, 5, 0], [2, 0, 0], [9, 1, 3]]
+    assert batch.slot_mapping.tolist() == [21, 8, 9, 10, 4, 5, 6, 7, 12]
+    assert batch.first_slots == (16, 8, None)
+    assert batch.required_slots == 40
+    assert (batch.num_requests, batch.total_q, batch.max_query_len, batch.max_kv_len) == (3, 9, 5, 9)
+    assert [tensor.dtype for tensor in (batch.cu_seqlens_q, batch.kv_lens, batch.block_table)] == [torch.int32] * 3
+    assert batch.slot_mapping.dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query_lens": [1, 3]}, "got 2, 3 and 3"),
+        ({"query_lens": [], "kv_lens": [], "blocks": []}, "at least one request"),
+        ({"query_lens": [0, 3, 5]}, "Request 0: needs 1 <= query_len <= kv_len, got 0 and 6"),
+        ({"query_lens": [1, 4, 5]}, "Request 1: needs 1 <= query_len <= kv_len, got 4 and 3"),
+        ({"kv_lens": [6, 5, 9]}, "Request 1: kv_len 5 needs 2 blocks of 4 slots, got 1"),
+        ({"blocks": [[4, -5], [2], [9, 1, 3]]}, "Request 0: block ids must not be negative, got -5"),
+        ({"block_size": 0}, "block_size must be at least 1, got 0"),
+    ],
+)
+def test_build_refuses(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RaggedBatch.build(**(GOOD | change))
+
+
+def test_to_moves_tensors_and_keeps_the_rest() -> None:
+    batch = RaggedBatch.build(**GOOD)
+    assert batch.to("cpu") is batch
+    batch.scratch["mask"] = 1
+    moved = batch.to("meta")
+    assert {tensor.device.type for tensor in (moved.cu_seqlens_q, moved.kv_lens, moved.slot_mapping)} == {"meta"}
+    assert moved.block_table.device.type == "meta"
+    assert (moved.first_slots, moved.kv_lens_host, moved.required_slots) == (batch.first_slots, (6, 3, 9), 40)
+    assert not moved.scratch
