@@ -121,18 +121,19 @@ class Engine:
         Raises:
             BaseException: Whatever ended the call, or interrupted it; its slots are back.
         """
-        with self._changed:
-            if self.scheduler.idle:
-                self.runner.start()
-            for request in generation.requests:
-                self.scheduler.submit(request)
         try:
+            with self._changed:
+                if self.scheduler.idle:
+                    self.runner.start()
+                for request in generation.requests:
+                    self.scheduler.submit(request)
             while not generation.done:
                 if self._become_driver(generation):
                     try:
                         while not generation.done:
                             self._run_one_iteration()
                     finally:
+                        self.runner.leave_cores()
                         self._stop_driving()
         except BaseException as error:
             # This thread's own interruption (Ctrl-C), or a defect of the engine: either way the call is over.
@@ -236,7 +237,7 @@ class Engine:
 
     def _append(self, generation: Generation, accepted: list[tuple[Request, int, bool]]) -> None:
         with self._changed:
-            if generation.options.output_cache and all(over for _, _, over in accepted):
+            if generation.options.output_cache and accepted and all(over for _, _, over in accepted):
                 generation.kv_states = self.runner.read_kv(generation.requests)
             for request, token, over in accepted:
                 if request.finished:

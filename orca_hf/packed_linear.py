@@ -27,7 +27,12 @@ class _Packed:
     def is_current(self) -> bool:
         """Whether the module still holds the tensor that was packed, unchanged as far as PyTorch counts."""
         weight = self.module.weight
-        return weight is self.weight and weight._version == self.version and weight.data_ptr() == self.pointer
+        return (
+            weight is self.weight
+            and weight._version == self.version
+            and weight.data_ptr() == self.pointer
+            and "forward" not in self.module.__dict__  # a user's own, set since
+        )
 
 
 class PackedLinears:

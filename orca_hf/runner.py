@@ -2,6 +2,7 @@
 
 import inspect
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from orca_hf.batch import build_batch
 from orca_hf.config import OrcaConfig
 from orca_hf.errors import OrcaError, UnsupportedError
 from orca_hf.kv_pool import KVPool, choose_num_slots
+from orca_hf.openmp import release_threads
 from orca_hf.packed_linear import PackedLinears
 from orca_hf.patches import attention_configs, iteration_patches
 from orca_hf.request import Request
@@ -40,6 +42,7 @@ TESTED_MODEL_TYPES = frozenset({
 })  # fmt: skip
 # Iterations after which packing the weights has paid for itself, about: a packing costs some ten plain iterations.
 _PACK_AFTER = 16
+_WORTH_RELEASING_S = 0.02
 
 
 class ModelRunner:
@@ -70,6 +73,7 @@ class ModelRunner:
         self._accepts = frozenset(inspect.signature(type(model).forward).parameters)
         self._iterations = 0
         self._verified = False
+        self._busy_s = 0.0  # time in forwards since a thread began to drive
 
     def is_stale(self) -> bool:
         """Whether the model's modules, dtypes or devices are no longer those this runner was made for."""
@@ -153,6 +157,13 @@ class ModelRunner:
         """Called when work begins after an idle time, in which the user may have changed the weights."""
         self._verified = False
 
+    def leave_cores(self) -> None:
+        """Called by a thread that stops driving: the next driver will want the cores to itself."""
+        # Below some milliseconds of work, giving the threads back would cost more than it can bring.
+        if self._busy_s > _WORTH_RELEASING_S and self._input_device().type == "cpu":
+            release_threads()
+        self._busy_s = 0.0
+
     def release(self) -> None:
         """Give back the K/V memory and the packed weights; both are made again when needed."""
         self.pool = KVPool(self.pool.num_slots)
@@ -191,7 +202,9 @@ class ModelRunner:
             iteration_patches(self._configs, self.packed),
             attention_context(context),
         ):
+            began = time.perf_counter()
             logits = self.model(**accepted).logits[0]
+            self._busy_s += time.perf_counter() - began
         context.check()
         self._iterations += 1
         if "logits_to_keep" not in accepted:
