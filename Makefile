@@ -23,7 +23,7 @@ types: $(VENV)/installed
 	$(BIN)/mypy
 
 layers: $(VENV)/installed
-	$(BIN)/python -m pytest -q tests/test_layers.py
+	$(BIN)/python -m pytest -q --noconftest tests/test_layers.py
 
 # torch comes first and pinned, so that nothing that depends on it picks another build.
 $(VENV)/installed: pyproject.toml constraints.txt

@@ -10,6 +10,8 @@ from orca_hf.errors import (
     RequestError,
     TokenIdError,
 )
+from orca_hf.loading import load
+from orca_hf.pipelines import pipeline
 from orca_hf.wrap import Explanation, explain, is_wrapped, release, unwrap, wrap
 
 __version__ = "0.1.0"
@@ -26,6 +28,8 @@ __all__ = [
     "TokenIdError",
     "explain",
     "is_wrapped",
+    "load",
+    "pipeline",
     "release",
     "unwrap",
     "wrap",

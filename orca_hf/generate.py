@@ -180,6 +180,10 @@ class OrcaGenerate:
             attention_mask = model_kwargs.get("attention_mask")
             max_length = stopping_criteria.max_length
             reasons = input_reasons(model, input_ids, attention_mask, max_length)
+            position_ids = model_kwargs.get("position_ids")
+            if position_ids is not None and position_ids.shape[-2:] != input_ids.shape:
+                # generate() derives them from a mask of ones before it drops the mask.
+                reasons.append("attention_mask has another shape than the input")
             if max_length is None:
                 reasons.append("no criterion limits the length")
             if not reasons:

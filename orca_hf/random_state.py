@@ -1,13 +1,34 @@
 """Random draws that follow PyTorch's default generator as native generate() would have used it."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 
+_NUM_SEEDS = 2**62
 # States of default generators that a running call has taken as its own, so that no two calls draw the same numbers.
 _taken: list[Tensor] = []
 _lock = threading.Lock()
+_seed: ContextVar[int | None] = ContextVar("orca_seed", default=None)
+
+
+@contextmanager
+def seeded(seed: int | None) -> Iterator[None]:
+    """Let this thread's calls draw from streams of this seed, and leave the default generator alone."""
+    token = _seed.set(seed)
+    try:
+        yield
+    finally:
+        _seed.reset(token)
+
+
+def draw_seed(device: torch.device) -> int:
+    """A seed from the default generator of `device`, which moves on."""
+    generator = _default_generator(device)
+    return int(torch.randint(_NUM_SEEDS, (), generator=generator, device=device))
 
 
 class DefaultGenerator:
@@ -26,17 +47,20 @@ class DefaultGenerator:
     def __init__(self, device: torch.device, num_streams: int = 1) -> None:
         self._default = _default_generator(device)
         self._closed = False
-        first = torch.Generator(device)
+        seed = _seed.get()
         with _lock:
             self._start = self._default.get_state()
-            self._follows = num_streams == 1 and not any(torch.equal(self._start, state) for state in _taken)
+            self._follows = (
+                seed is None and num_streams == 1 and not any(torch.equal(self._start, state) for state in _taken)
+            )
             if self._follows:
                 _taken.append(self._start)
-                first.set_state(self._start)
-                self._streams = [first]
+                self._streams = [torch.Generator(device)]
+                self._streams[0].set_state(self._start)
             else:
-                seeds = torch.randint(2**62, (num_streams,), generator=self._default, device=device).tolist()
-                self._streams = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+                source = self._default if seed is None else torch.Generator(device).manual_seed(seed)
+                seeds = torch.randint(_NUM_SEEDS, (num_streams,), generator=source, device=device).tolist()
+                self._streams = [torch.Generator(device).manual_seed(each) for each in seeds]
 
     def draw(self, probs: Tensor, stream: int = 0) -> Tensor:
         """(num_rows, vocab_size) probabilities to (num_rows,) tokens."""

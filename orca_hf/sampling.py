@@ -1,5 +1,6 @@
 """From logits to tokens: one generate() call's rows, with the processors and criteria that generate() built for it."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -275,7 +276,8 @@ class Generation:
         every_row = len(rows) == len(self.requests)
         ids = self._ids if every_row else self._ids[rows]
         logits = logits.to(copy=True, dtype=torch.float32, device=ids.device)
-        scores = options.processors(ids[:, :length], logits)  # type: ignore[arg-type]
+        processors = options.processors if every_row else _for_rows(options.processors, rows)
+        scores = processors(ids[:, :length], logits)  # type: ignore[arg-type]
         if options.output_scores:
             self.scores.append(scores)
         if options.output_logits:
@@ -318,6 +320,19 @@ class Generation:
             rows = [request.generated + [self._pad] * (longest - len(request.generated)) for request in self.requests]
             new_tokens = torch.tensor(rows, device=self._input_ids.device)
         return torch.cat([self._input_ids, new_tokens], dim=-1)
+
+
+def _for_rows(processors: LogitsProcessorList, rows: list[int]) -> LogitsProcessorList:
+    """The processors as generate() would have built them for `rows` alone."""
+    chosen = LogitsProcessorList()
+    for processor in processors:
+        # The one row-by-row processor that keeps something for each row: how much padding is in front of it.
+        ignored = getattr(processor, "prompt_ignore_length", None)
+        if isinstance(ignored, Tensor):
+            processor = copy.copy(processor)
+            processor.prompt_ignore_length = ignored[rows]
+        chosen.append(processor)
+    return chosen
 
 
 def greedy_tokens(logits: Tensor) -> list[int]:

@@ -43,7 +43,8 @@ class Scheduler:
     Beyond the paper, `max_batch_tokens` bounds an iteration's tokens. Each running request first gets the one token
     that keeps it going; what is left goes to those with more to compute, earliest first; then new requests are
     admitted. So a long prompt is computed in chunks beside the decodes of the others, and whoever arrived earlier
-    still runs in every iteration in which a later one runs.
+    still runs in every iteration in which a later one runs, as long as iterations return oldest first and nobody waits
+    for a token.
 
     Args:
         kv_manager: The ledger of slots.

@@ -1,0 +1,13 @@
+"""What every test stands on."""
+
+import pytest
+import torch
+
+# Tiny tensors gain nothing from a second thread, and the suite runs in as many processes as there are cores.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _log_reaches_caplog(caplog):
+    """The library's messages, without handlers of its own."""
+    caplog.set_level("WARNING", logger="orca_hf")

@@ -1,0 +1,119 @@
+"""Promise: for each listed architecture, the wrapped model's greedy tokens are native generate()'s, row by row."""
+
+import pytest
+import torch
+from tiny import ARCHITECTURES, PROMPTS, make_model, pad_left
+
+import orca_hf
+from orca_hf import OrcaConfig
+from orca_hf.runner import TESTED_MODEL_TYPES
+
+CONFIGS = [
+    OrcaConfig(max_batch_size=1, max_batch_tokens=1, max_slots=128, block_size=4),
+    OrcaConfig(max_batch_size=2, max_batch_tokens=5, max_slots=64, block_size=8),
+    OrcaConfig(max_batch_size=4, max_batch_tokens=None, max_slots=512, block_size=16),
+    OrcaConfig(max_slots=4096),
+]
+
+
+def test_the_list_of_tested_architectures_is_the_one_tested_here():
+    assert set(ARCHITECTURES) == TESTED_MODEL_TYPES
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_greedy_tokens_equal_native(model_type):
+    model = make_model(model_type)
+    batch = pad_left(PROMPTS)
+    native = model.generate(**batch, max_new_tokens=16, do_sample=False)
+    assert len(set(native[:, -16:].flatten().tolist())) > 8, "the model repeats itself: too weak an oracle"
+    for config in CONFIGS:
+        orca_hf.wrap(model, config)
+        assert orca_hf.explain(model, **batch, max_new_tokens=16).runs_by == "orca"
+        ours = model.generate(**batch, max_new_tokens=16, do_sample=False)
+        assert torch.equal(ours, native), config
+    assert model.generate.engines[0].stats.num_iterations == 16
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_a_row_alone_equals_native(model_type):
+    model = make_model(model_type, seed=1)
+    prompt = torch.tensor([PROMPTS[0]])
+    native = model.generate(prompt, max_new_tokens=12, do_sample=False)
+    orca_hf.wrap(model, OrcaConfig(max_batch_size=4, max_batch_tokens=4, max_slots=256))
+    assert torch.equal(model.generate(prompt, max_new_tokens=12, do_sample=False), native)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_agrees_where_the_choice_is_clear(dtype):
+    """Rounding differs with the shape of a batch, natively too: a row may part from native only at a near tie."""
+    model = make_model().to(dtype)
+    batch = pad_left(PROMPTS)
+    options = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    native = model.generate(**batch, **options)
+    ours = orca_hf.wrap(model).generate(**batch, **options)
+    assert ours.logits[0].dtype == native.logits[0].dtype
+    for row in range(len(PROMPTS)):
+        for step in range(16):
+            ours_token, native_token = ours.sequences[row, step - 16], native.sequences[row, step - 16]
+            if ours_token != native_token:
+                top = native.logits[step][row].topk(2).values
+                assert top[0] - top[1] <= 8 * torch.finfo(dtype).eps * top[0].abs(), (row, step)
+                break
+
+
+def test_an_untested_architecture_is_compared_with_its_native_forward_first():
+    """Starcoder2 is not on the list, and its attention interface is the usual one."""
+    model = make_model("starcoder2", num_key_value_heads=2)
+    batch = pad_left(PROMPTS)
+    native = model.generate(**batch, max_new_tokens=8, do_sample=False)
+    orca_hf.wrap(model)
+    assert orca_hf.explain(model).runs_by == "orca"
+    assert torch.equal(model.generate(**batch, max_new_tokens=8, do_sample=False), native)
+
+
+def test_a_model_that_differs_from_its_native_forward_goes_native(monkeypatch, caplog):
+    model = make_model()
+    monkeypatch.setattr("orca_hf.runner.TESTED_MODEL_TYPES", frozenset())
+    layer = model.model.layers[0]
+    plain = layer.self_attn.forward
+
+    def odd(*args, **kwargs):
+        """An attention that looks at the shape of its batch, as no causal model does."""
+        output, weights = plain(*args, **kwargs)
+        return output * (1 + output.shape[1]), weights
+
+    batch = pad_left(PROMPTS)
+    layer.self_attn.forward = odd
+    native = model.generate(**batch, max_new_tokens=4, do_sample=False)
+    orca_hf.wrap(model)
+    assert torch.equal(model.generate(**batch, max_new_tokens=4, do_sample=False), native)
+    assert "differ from the native forward" in str(orca_hf.explain(model))
+    assert "differ from the native forward" in caplog.text
+
+
+NATIVE_MODELS = [
+    ("mamba", {"state_size": 4, "num_hidden_layers": 2, "hidden_size": 32}, "recurrent state"),
+    ("bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4}, "attention interface"),
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}, "longest row"),
+    (
+        "llama4_text",
+        {"num_local_experts": 2, "intermediate_size_mlp": 32, "attention_chunk_size": 8},
+        "chunked_attention",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "overrides", "reason"), NATIVE_MODELS, ids=["mamba", "bloom", "dynamic-rope", "llama4"]
+)
+def test_what_orca_cannot_run_goes_native_with_its_reason(model_type, overrides, reason, caplog):
+    model = make_model(model_type, **overrides)
+    prompt = torch.tensor([PROMPTS[0]])
+    native = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    orca_hf.wrap(model)
+    assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), native)
+    model.generate(prompt, max_new_tokens=4, do_sample=False)
+    explanation = orca_hf.explain(model)
+    assert explanation.runs_by == "native"
+    assert reason in str(explanation)
+    assert caplog.text.count(reason) == 1, "the reason is logged once"

@@ -1,0 +1,313 @@
+"""Promises of the engine: threads share one batch, one call's failure is its own, and nothing is lost."""
+
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from tiny import PROMPTS, make_model, pad_left
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+import orca_hf
+from orca_hf import OrcaConfig
+from orca_hf.runner import ModelRunner
+
+CONFIG = OrcaConfig(max_batch_size=4, max_batch_tokens=16, max_slots=512, block_size=4)
+
+
+def assert_idle(model):
+    """All slots are back and nobody is counted as waiting."""
+    for engine in model.generate.engines:
+        stats = engine.stats
+        assert (stats.num_waiting, stats.num_admitted, stats.num_reserved) == (0, 0, 0)
+        assert engine.idle
+        assert not engine.scheduler._admitted
+        assert engine.scheduler.kv_manager._allocator.num_free == engine.scheduler.kv_manager.num_blocks
+    assert model.config._attn_implementation == "sdpa"
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+CALLS = [
+    {"max_new_tokens": 12},
+    {"max_new_tokens": 3},
+    {"max_new_tokens": 20, "repetition_penalty": 1.5},
+    {"max_new_tokens": 9, "eos_token_id": list(range(3, 50))},
+    {"max_new_tokens": 7, "num_return_sequences": 1, "return_dict_in_generate": True, "output_scores": True},
+    {"max_new_tokens": 12, "no_repeat_ngram_size": 2},
+    {"max_new_tokens": 6, "num_beams": 2},
+    {"max_new_tokens": 1},
+]
+
+
+def sequences(result):
+    return result if isinstance(result, torch.Tensor) else result.sequences
+
+
+def test_eight_threads_equal_eight_sequential_calls():
+    model = make_model()
+    rows = [PROMPTS[i % len(PROMPTS) :] + PROMPTS[:1] for i in range(len(CALLS))]
+    alone = [
+        sequences(model.generate(**pad_left(prompts), do_sample=False, **options))
+        for prompts, options in zip(rows, CALLS, strict=True)
+    ]
+    orca_hf.wrap(model, CONFIG)
+    barrier = threading.Barrier(len(CALLS))
+
+    def call(index):
+        barrier.wait()
+        return sequences(model.generate(**pad_left(rows[index]), do_sample=False, **CALLS[index]))
+
+    with ThreadPoolExecutor(len(CALLS)) as threads:
+        for _ in range(3):
+            together = list(threads.map(call, range(len(CALLS))))
+            assert all(torch.equal(ours, native) for ours, native in zip(together, alone, strict=True))
+    assert_idle(model)
+
+
+class Gate(LogitsProcessor):
+    """Lets a test act while its call is in the middle of an iteration, and raises what it is told to."""
+
+    def __init__(self, after, action):
+        self.after = after
+        self.action = action
+        self.seen = 0
+
+    def __call__(self, input_ids, scores):
+        self.seen += 1
+        if self.seen > self.after:
+            self.action()
+        return scores
+
+
+def joined_calls(model, calls):
+    """Runs the calls in threads that share iterations: the first holds the engine until all have submitted.
+
+    Each is (kwargs) and its outcome is a tensor or an exception.
+    """
+    scheduler = model.generate.engines[0].scheduler
+    submitted = scheduler._next_id
+    deadline = time.monotonic() + 60
+
+    def wait_for_all():
+        # The first call's iterations go on only when every other call's row has been submitted.
+        while scheduler._next_id < submitted + 1 + len(calls):
+            assert time.monotonic() < deadline, "the other calls did not arrive"
+            os.sched_yield()
+
+    def run(kwargs):
+        try:
+            return model.generate(**kwargs)
+        except BaseException as error:
+            return error
+
+    first = {
+        "input_ids": torch.tensor([PROMPTS[0]]),
+        "max_new_tokens": 24,
+        "do_sample": False,
+        "logits_processor": LogitsProcessorList([Gate(0, wait_for_all)]),
+    }
+    with ThreadPoolExecutor(1 + len(calls)) as threads:
+        futures = [threads.submit(run, kwargs) for kwargs in [first, *calls]]
+        return [future.result(timeout=60) for future in futures]
+
+
+def raising(error):
+    def action():
+        raise error
+
+    return action
+
+
+class RaisingCriterion(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        raise LookupError("criterion")
+
+
+class RaisingStreamer:
+    def __init__(self):
+        self.heard = 0
+
+    def put(self, value):
+        self.heard += 1
+        if self.heard == 4:
+            raise OSError("closed pipe")
+
+    def end(self):
+        pass
+
+
+FAILING = {
+    "processor": ({"logits_processor": lambda: LogitsProcessorList([Gate(2, raising(ZeroDivisionError("mine")))])},
+                  ZeroDivisionError),
+    "criterion": ({"stopping_criteria": lambda: StoppingCriteriaList([RaisingCriterion()])}, LookupError),
+    "streamer": ({"streamer": RaisingStreamer}, OSError),
+    "processor with a wrong shape": (
+        {"logits_processor": lambda: LogitsProcessorList([lambda input_ids, scores: scores[:, :0]])}, IndexError),
+    "token id out of the vocabulary": ({"input_ids": lambda: torch.tensor([[5, 4000]])}, IndexError),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_a_failing_call_fails_alone(name):
+    model = make_model()
+    good = {"input_ids": torch.tensor([PROMPTS[3]]), "max_new_tokens": 10, "do_sample": False}
+    expected = model.generate(**good)
+    expected_first = model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=24, do_sample=False)
+    orca_hf.wrap(model, CONFIG)
+    model.generate(**good)
+    options, error = FAILING[name]
+    bad = {**good, **{key: make() for key, make in options.items()}}
+    first, *others = joined_calls(model, [good, good]) if "vocabulary" in name else joined_calls(model, [good, bad])
+    assert torch.equal(first, expected_first)
+    assert torch.equal(others[0], expected)
+    if "vocabulary" in name:
+        with pytest.raises(error):
+            model.generate(**bad)
+    else:
+        assert isinstance(others[1], error)
+    assert_idle(model)
+    assert torch.equal(model.generate(**good), expected)
+
+
+def test_an_interrupted_driver_loses_its_own_call_and_no_other():
+    """Ctrl-C comes in the middle of an iteration that others share; they finish under the next driver."""
+    model = make_model()
+    good = {"input_ids": torch.tensor([PROMPTS[3]]), "max_new_tokens": 10, "do_sample": False}
+    expected = model.generate(**good)
+    orca_hf.wrap(model, CONFIG)
+    model.generate(**good)
+    for after in (1, 2, 5):
+        interrupted = {**good, "logits_processor": LogitsProcessorList([Gate(after, raising(KeyboardInterrupt()))])}
+        _, *others = joined_calls(model, [good, interrupted, good])
+        outcomes = [outcome for outcome in others if not isinstance(outcome, torch.Tensor)]
+        assert all(torch.equal(outcome, expected) for outcome in others if isinstance(outcome, torch.Tensor))
+        # Whoever drove when the interrupt came sees it; the call whose processor raised it has ended either way.
+        assert len(outcomes) >= 1
+        assert_idle(model)
+    assert torch.equal(model.generate(**good), expected)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, MemoryError])
+@pytest.mark.parametrize("at", [0, 3])
+def test_an_interruption_or_error_in_the_forward_leaves_everything_usable(monkeypatch, error, at):
+    model = orca_hf.wrap(make_model(), CONFIG)
+    batch = {**pad_left(PROMPTS), "max_new_tokens": 8, "do_sample": False}
+    expected = model.generate(**batch)
+    seen = []
+
+    def interrupt(module, args):
+        seen.append(module)
+        if len(seen) == at * len(model.model.layers) + 2:
+            raise error("in the middle")
+
+    handles = [layer.register_forward_pre_hook(interrupt) for layer in model.model.layers]
+    with pytest.raises(error):
+        model.generate(**batch)
+    for handle in handles:
+        handle.remove()
+    assert_idle(model)
+    assert torch.equal(model.generate(**batch), expected)
+
+
+def test_a_call_from_inside_a_callback_runs_natively():
+    model = make_model()
+    prompt = torch.tensor([PROMPTS[1]])
+    expected = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    orca_hf.wrap(model, CONFIG)
+    inner = []
+
+    def nested():
+        inner.append(model.generate(prompt, max_new_tokens=4, do_sample=False))
+
+    outer = model.generate(
+        prompt, max_new_tokens=4, do_sample=False, logits_processor=LogitsProcessorList([Gate(1, nested)])
+    )
+    assert torch.equal(outer, expected)
+    assert len(inner) == 3
+    assert all(torch.equal(result, expected) for result in inner)
+    assert_idle(model)
+
+
+def test_a_forward_of_another_thread_during_an_iteration_is_native():
+    """The switch to Orca's attention belongs to the thread that runs the iteration."""
+    model = make_model()
+    batch = pad_left(PROMPTS)
+    with torch.no_grad():
+        expected = model(**batch).logits
+    for implementation in ("sdpa", "eager"):
+        model.set_attn_implementation(implementation)
+        orca_hf.wrap(model, CONFIG)
+        found = []
+
+        def other_thread(module, args, found=found):
+            def forward():
+                with torch.no_grad():
+                    found.append(model(**batch).logits)
+
+            if threading.current_thread() is threading.main_thread() and len(found) < 2:
+                thread = threading.Thread(target=forward)
+                thread.start()
+                thread.join()
+
+        handle = model.model.layers[1].register_forward_pre_hook(other_thread)
+        model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=3, do_sample=False)
+        handle.remove()
+        assert len(found) == 2
+        for logits in found:
+            mask = batch["attention_mask"].bool()
+            torch.testing.assert_close(logits[mask], expected[mask], atol=1e-4, rtol=1e-4)
+        orca_hf.unwrap(model)
+
+
+def test_rows_leave_the_batch_as_they_finish():
+    """The token count says so: request-level batching would compute every row to the longest one's end."""
+    model = orca_hf.wrap(make_model(), CONFIG)
+    engine = None
+    calls = [{"input_ids": torch.tensor([[7, 8, 9]]), "max_new_tokens": n, "do_sample": False} for n in (1, 2, 30)]
+    model.generate(**calls[0])
+    engine = model.generate.engines[0]
+    before = engine.stats.num_tokens
+    joined_calls(model, calls)
+    first = len(PROMPTS[0]) + 23
+    assert engine.stats.num_tokens - before == first + sum(2 + call["max_new_tokens"] for call in calls)
+
+
+def test_memory_is_given_back_on_request_and_made_again():
+    model = orca_hf.wrap(make_model(), CONFIG)
+    batch = {**pad_left(PROMPTS), "max_new_tokens": 20, "do_sample": False}
+    expected = model.generate(**batch)
+    stats = model.generate.engines[0].stats
+    assert stats.kv_bytes > 0
+    assert stats.packed_bytes > 0
+    orca_hf.release(model)
+    stats = model.generate.engines[0].stats
+    assert (stats.kv_bytes, stats.packed_bytes) == (0, 0)
+    assert torch.equal(model.generate(**batch), expected)
+
+
+def test_memory_is_given_back_when_idle_if_the_settings_say_so():
+    model = orca_hf.wrap(make_model(), OrcaConfig(max_slots=256, free_when_idle=True))
+    expected = make_model().generate(**pad_left(PROMPTS), max_new_tokens=20, do_sample=False)
+    for _ in range(2):
+        assert torch.equal(model.generate(**pad_left(PROMPTS), max_new_tokens=20, do_sample=False), expected)
+        stats = model.generate.engines[0].stats
+        assert (stats.kv_bytes, stats.packed_bytes) == (0, 0)
+
+
+def test_logits_are_computed_only_for_rows_that_sample(monkeypatch):
+    model = orca_hf.wrap(make_model(), OrcaConfig(max_batch_size=4, max_batch_tokens=6, max_slots=512))
+    shapes = []
+    model.lm_head.register_forward_hook(lambda module, args, output: shapes.append(output.shape[1]))
+    kept = []
+    run = ModelRunner.run
+
+    def recording(self, iteration, remaining=0):
+        kept.append(max(1, sum(step.samples for step in iteration.steps)))
+        return run(self, iteration, remaining)
+
+    monkeypatch.setattr(ModelRunner, "run", recording)
+    model.generate(**pad_left(PROMPTS), max_new_tokens=4, do_sample=False)
+    assert shapes == kept
+    assert max(shapes) <= 4

@@ -1,0 +1,205 @@
+"""Promises of wrap() and unwrap(): one attribute, no trace, and the model goes on being the user's."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from tiny import PROMPTS, make_model, pad_left
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaForCausalLM
+
+import orca_hf
+from orca_hf import ConfigError, ModelError, OrcaConfig
+
+BATCH = {**pad_left(PROMPTS), "max_new_tokens": 20, "do_sample": False}
+
+
+def trace(model):
+    """Everything that wrapping could have left behind."""
+    return {
+        "attributes": {name: sorted(module.__dict__) for name, module in model.named_modules()},
+        "state": {name: (tensor.data_ptr(), tensor._version) for name, tensor in model.state_dict().items()},
+        "config": model.config.to_dict(),
+        "attention": model.config._attn_implementation,
+        "generation": model.generation_config.to_dict(),
+        "training": model.training,
+        "text": repr(model),
+    }
+
+
+def test_unwrap_leaves_the_model_exactly_as_it_was():
+    model = make_model()
+    before = trace(model)
+    with torch.no_grad():
+        logits = model(BATCH["input_ids"]).logits
+    orca_hf.wrap(model)
+    model.generate(**BATCH)
+    with torch.no_grad():
+        assert torch.equal(model(BATCH["input_ids"]).logits, logits), "outside an iteration outputs are native's bits"
+    wrapped = trace(model)
+    assert wrapped.pop("attributes")[""] == sorted([*before["attributes"][""], "generate"])
+    assert wrapped == {name: value for name, value in before.items() if name != "attributes"}
+    assert orca_hf.unwrap(model) is model
+    assert trace(model) == before
+    assert model.generate.__func__ is LlamaForCausalLM.generate
+
+
+def test_wrap_returns_the_object_and_is_idempotent():
+    model = make_model()
+    assert not orca_hf.is_wrapped(model)
+    assert orca_hf.wrap(model) is model
+    assert orca_hf.is_wrapped(model)
+    first = model.generate
+    assert orca_hf.wrap(model).generate is first
+    assert orca_hf.wrap(model, OrcaConfig()).generate is first
+    assert orca_hf.wrap(model, OrcaConfig(max_batch_size=3)).generate.config.max_batch_size == 3
+
+
+def test_unwrapping_a_plain_model_does_nothing():
+    model = make_model()
+    before = trace(model)
+    assert orca_hf.unwrap(model) is model
+    assert trace(model) == before
+
+
+@pytest.mark.parametrize(
+    "thing", [None, 3, "llama", nn.Linear(2, 2), object()], ids=["None", "int", "str", "Linear", "object"]
+)
+def test_what_is_not_a_causal_lm_is_refused(thing):
+    with pytest.raises(ModelError, match="causal language model"):
+        orca_hf.wrap(thing)
+    assert not orca_hf.is_wrapped(thing)
+
+
+def test_a_model_without_a_head_is_refused():
+    model = AutoModel.from_config(make_model().config)
+    with pytest.raises(ModelError, match="AutoModelForCausalLM"):
+        orca_hf.wrap(model)
+
+
+def test_settings_of_the_wrong_type_are_refused():
+    with pytest.raises(ConfigError, match="OrcaConfig"):
+        orca_hf.wrap(make_model(), {"max_batch_size": 3})
+
+
+def test_an_encoder_decoder_can_be_wrapped_and_runs_natively():
+    config = AutoConfig.for_model("t5", d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=50)
+    from transformers import T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(config).eval()
+    prompt = torch.tensor([[5, 6, 7]])
+    expected = model.generate(prompt, max_new_tokens=4, decoder_start_token_id=0)
+    orca_hf.wrap(model)
+    assert torch.equal(model.generate(prompt, max_new_tokens=4, decoder_start_token_id=0), expected)
+    assert "encoder-decoder" in str(orca_hf.explain(model))
+
+
+@pytest.mark.parametrize(
+    "copying", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+)
+def test_copies_are_wrapped_models_of_their_own(copying):
+    model = orca_hf.wrap(make_model(), OrcaConfig(max_slots=512))
+    expected = model.generate(**BATCH)
+    twin = copying(model)
+    assert orca_hf.is_wrapped(twin)
+    assert twin.generate is not model.generate
+    assert twin.generate.model is twin
+    assert twin.generate.config == model.generate.config
+    assert torch.equal(twin.generate(**BATCH), expected)
+    with torch.no_grad():
+        twin.lm_head.weight.neg_()
+    assert not torch.equal(twin.generate(**BATCH), expected)
+    assert torch.equal(model.generate(**BATCH), expected)
+
+
+def test_saving_a_wrapped_model_saves_the_plain_one(tmp_path):
+    model = orca_hf.wrap(make_model())
+    model.generate(**BATCH)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not orca_hf.is_wrapped(again)
+    assert torch.equal(again.generate(**BATCH, eos_token_id=None), model.generate(**BATCH))
+
+
+def test_containers_of_a_model_are_wrapped_at_their_heart():
+    model = make_model()
+    compiled = torch.compile(model)
+    assert orca_hf.wrap(compiled) is compiled
+    assert orca_hf.is_wrapped(compiled)
+    assert orca_hf.is_wrapped(model)
+    assert torch.equal(compiled.generate(**BATCH), make_model().generate(**BATCH))
+    orca_hf.unwrap(compiled)
+    assert not orca_hf.is_wrapped(model)
+
+
+CHANGES = {
+    "an optimizer's step": lambda model: _train(model),
+    "in place": lambda model: model.model.layers[0].mlp.up_proj.weight.mul_(-1),
+    "through .data": lambda model: model.model.layers[0].mlp.up_proj.weight.data.mul_(-1),
+    "one element through .data": lambda model: model.lm_head.weight.data[:, 7].fill_(3.0),
+    "rows swapped through .data": lambda model: _swap_rows(model.lm_head.weight.data),
+    "columns swapped through .data": lambda model: _swap_rows(model.model.layers[1].mlp.down_proj.weight.data.t()),
+    "a new parameter": lambda model: setattr(
+        model.lm_head, "weight", nn.Parameter(model.lm_head.weight.flip(0).contiguous())
+    ),
+    "load_state_dict": lambda model: model.load_state_dict(make_model(seed=9).state_dict()),
+    "a new module": lambda model: setattr(model.model.layers[1], "mlp", make_model(seed=9).model.layers[1].mlp),
+    "bfloat16": lambda model: model.to(torch.bfloat16),
+    "float64": lambda model: model.to(torch.float64),
+    "a forward of the user's": lambda model: setattr(
+        model.lm_head, "forward", lambda hidden: nn.functional.linear(hidden, -model.lm_head.weight)
+    ),
+    "a hook": lambda model: model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: -output),
+}
+
+
+def _train(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with torch.enable_grad():
+        model(BATCH["input_ids"], labels=BATCH["input_ids"]).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _swap_rows(tensor):
+    tensor.copy_(tensor.flip(0).clone())
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_next_call_sees_what_was_done_to_the_model(name):
+    plain, model = make_model(), orca_hf.wrap(make_model(), OrcaConfig(max_slots=512))
+    before = model.generate(**BATCH)
+    assert model.generate.engines[0].stats.packed_bytes > 0, "the weights are packed, which must not outlive them"
+    for each in (plain, model):
+        with torch.no_grad():
+            CHANGES[name](each)
+    expected = plain.generate(**BATCH)
+    if name != "bfloat16":
+        assert not torch.equal(expected, before) or name == "float64"
+        assert torch.equal(model.generate(**BATCH), expected)
+    else:
+        assert model.generate(**BATCH).shape == expected.shape
+    assert model.generate.engines[0].runner.pool.layers[0].key.dtype == model.dtype
+
+
+def test_training_mode_without_dropout_runs_by_orca_and_with_it_natively():
+    model = orca_hf.wrap(make_model()).train()
+    assert orca_hf.explain(model).runs_by == "orca"
+    expected = make_model().generate(**BATCH)
+    assert torch.equal(model.generate(**BATCH), expected)
+    assert model.training
+    model = orca_hf.wrap(make_model("gpt2", resid_pdrop=0.1)).train()
+    assert "dropout" in str(orca_hf.explain(model))
+    assert orca_hf.explain(model.eval()).runs_by == "orca"
+
+
+def test_explain_speaks_of_a_plain_model_too():
+    model = make_model()
+    explanation = orca_hf.explain(model, num_beams=2)
+    assert explanation.runs_by == "native"
+    assert "not wrapped" in str(explanation)
+    assert "beam_search" in str(explanation)
+    assert not orca_hf.is_wrapped(model)
+    assert str(orca_hf.explain(orca_hf.wrap(model))) == "orca"
