@@ -1,5 +1,8 @@
 """A plugin backend for the Hugging Face generation API: iteration-level scheduling after Orca (OSDI 2022)."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from orca_hf.config import OrcaConfig
 from orca_hf.errors import (
     CapacityError,
@@ -10,9 +13,11 @@ from orca_hf.errors import (
     RequestError,
     TokenIdError,
 )
-from orca_hf.loading import load
-from orca_hf.pipelines import pipeline
-from orca_hf.wrap import Explanation, explain, is_wrapped, release, unwrap, wrap
+
+if TYPE_CHECKING:
+    from orca_hf.loading import load
+    from orca_hf.pipelines import pipeline
+    from orca_hf.wrapping import Explanation, explain, is_wrapped, release, unwrap, wrap
 
 __version__ = "0.1.0"
 
@@ -34,3 +39,23 @@ __all__ = [
     "unwrap",
     "wrap",
 ]
+
+# What needs PyTorch and transformers' model code is imported on first use, as transformers does it itself.
+_MODULES = {
+    "orca_hf.loading": ("load",),
+    "orca_hf.pipelines": ("pipeline",),
+    "orca_hf.wrapping": ("Explanation", "explain", "is_wrapped", "release", "unwrap", "wrap"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    # A submodule must never take the name of one of these: importing it would put the module in the function's place.
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -31,7 +31,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from orca_hf.checkpoint import read_header, read_json
 from orca_hf.config import OrcaConfig
 from orca_hf.errors import CheckpointError, ConfigError, ModelError
-from orca_hf.wrap import wrap
+from orca_hf.wrapping import wrap
 
 # What decides which files of a repository are read. Everything else goes to from_pretrained untouched.
 _HUB_KEYS = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")

@@ -25,7 +25,7 @@ from orca_hf.concurrent_calls import ConcurrentCalls
 from orca_hf.config import OrcaConfig
 from orca_hf.errors import ConfigError
 from orca_hf.loading import load
-from orca_hf.wrap import explain, wrap
+from orca_hf.wrapping import explain, wrap
 
 logger = logging.getLogger(__name__)
 

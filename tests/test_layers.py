@@ -24,7 +24,7 @@ LAYERS = [
     ["runner"],
     ["engine"],
     ["checkpoint", "concurrent_calls", "eligibility", "generate"],
-    ["__init__", "loading", "pipelines", "wrap"],
+    ["__init__", "loading", "pipelines", "wrapping"],
     ["cli", "demo"],
 ]
 LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
@@ -218,7 +218,11 @@ def one(name: str, source: str) -> Module:
         ("cli.main", "from ..runner import x", None),
         ("scheduler", "import orca_hf", "orca_hf/scheduler.py:1 (layer 2) imports orca_hf (layer 7)"),
         ("engine", "from orca_hf import wrap", "orca_hf/engine.py:1 (layer 5) imports orca_hf (layer 7)"),
-        ("config", "def f():\n    import orca_hf.wrap", "orca_hf/config.py:2 (layer 0) imports orca_hf.wrap (layer 7)"),
+        (
+            "config",
+            "def f():\n    import orca_hf.wrapping",
+            "orca_hf/config.py:2 (layer 0) imports orca_hf.wrapping (layer 7)",
+        ),
         (
             "runner",
             "if TYPE_CHECKING:\n    from orca_hf.engine import Engine",
@@ -246,8 +250,8 @@ def test_reader_finds_a_file_without_a_place() -> None:
 
 
 def test_reader_finds_a_circle() -> None:
-    circle = [one("wrap", "from .loading import x"), one("loading", "def f():\n    from orca_hf.wrap import y")]
-    assert set(cycle(circle)) == {"orca_hf.wrap", "orca_hf.loading"}
+    circle = [one("wrapping", "from .loading import x"), one("loading", "def f():\n    from orca_hf.wrapping import y")]
+    assert set(cycle(circle)) == {"orca_hf.wrapping", "orca_hf.loading"}
     assert cycle(circle[:1]) == []
 
 

@@ -30,7 +30,7 @@ from orca_hf.checkpoint import read_header
 from orca_hf.config import OrcaConfig
 from orca_hf.errors import CheckpointError, ConfigError, ModelError
 from orca_hf.loading import load
-from orca_hf.wrap import is_wrapped
+from orca_hf.wrapping import is_wrapped
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 ONE_FILE = "model.safetensors"

@@ -30,7 +30,7 @@ from transformers.pipelines.pt_utils import KeyDataset
 from orca_hf.config import OrcaConfig
 from orca_hf.errors import CheckpointError, ConfigError, ModelError, OrcaError
 from orca_hf.pipelines import OrcaTextGenerationPipeline, pipeline
-from orca_hf.wrap import explain, is_wrapped
+from orca_hf.wrapping import explain, is_wrapped
 
 WORDS = ["<pad>", "<bos>", "<eos>", "<unk>", "user", "assistant", "system", ":", *(f"w{i}" for i in range(91))]
 WORDS += ["abcdef"]  # the word by which transformers looks at a vocabulary for stop strings
