@@ -1,6 +1,6 @@
 """The settings of one wrapped model."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from orca_hf.errors import ConfigError
 
@@ -56,8 +56,3 @@ class OrcaConfig:
     def _require_int(name: str, value: object, *, at_least: int) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
             raise ConfigError(f"{name} is {value!r}, but must be an integer of at least {at_least}.")
-
-    @classmethod
-    def field_names(cls) -> tuple[str, ...]:
-        """Names of all settings, in order."""
-        return tuple(field.name for field in fields(cls))

@@ -34,7 +34,3 @@ class UnsupportedError(OrcaError):
 
     Raised inside a forward; `generate()` answers it by running natively, with this text as the reason.
     """
-
-
-class RequestCancelled(OrcaError):  # noqa: N818 - named like concurrent.futures' own
-    """The result of a request that was cancelled before it finished."""

@@ -26,7 +26,8 @@ from orca_hf.eligibility import (
 from orca_hf.engine import Engine
 from orca_hf.errors import TokenIdError, UnsupportedError
 from orca_hf.runner import ModelRunner
-from orca_hf.sampling import Generation, SamplingOptions, Streamer
+from orca_hf.sampling import Generation, Streamer
+from orca_hf.sampling_options import SamplingOptions
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +148,7 @@ class OrcaGenerate:
             engine = self._engines.get(autocast)
             if engine is not None and engine.driven_by_this_thread:
                 return None, ["generate() is called from inside a processor, criterion or streamer of a running call"]
-            if engine is not None and engine.runner.is_stale():
+            if engine is not None and engine.idle and engine.runner.is_stale():
                 engine = None  # whoever still runs on it holds it; its memory goes when they are done
                 self._unsupported.pop(autocast, None)
             if engine is None and autocast not in self._unsupported:

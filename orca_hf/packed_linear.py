@@ -8,9 +8,12 @@ made from: see `PackedLinears.refresh`.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
+
+Forwards = list[tuple[nn.Linear, Callable[[Tensor], Tensor]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ class PackedLinears:
         return sum(entry.weight.numel() * entry.weight.element_size() for entry in self._packed.values())
 
     @property
-    def forwards(self) -> list[tuple[nn.Linear, Callable[[Tensor], Tensor]]]:
+    def forwards(self) -> Forwards:
         """Each packed module with the forward to run in place of its own."""
         return [(module, entry.forward) for module, entry in self._packed.items()]
 
@@ -61,12 +64,19 @@ class PackedLinears:
         """Drop all packed copies."""
         self._packed.clear()
 
-    def pack(self, modules: Iterable[nn.Module]) -> None:
-        """Pack every linear among `modules` that can be, and is not yet."""
-        for module in modules:
-            if can_pack(module) and module not in self._packed:
-                assert isinstance(module, nn.Linear)
-                self._packed[module] = _pack(module)
+    def pack(self, modules: Iterable[nn.Module], max_bytes: Callable[[], int]) -> None:
+        """Pack every linear among `modules` that can be, and is not yet; all of them or none.
+
+        Args:
+            modules: The model's modules.
+            max_bytes: Says how much memory the new copies may take; asked only if there are any.
+        """
+        new = [module for module in modules if module not in self._packed and can_pack(module)]
+        needed = sum(module.weight.numel() * module.weight.element_size() for module in new)
+        if needed == 0 or needed > max_bytes():
+            return
+        for module in new:
+            self._packed[module] = _pack(module)
 
     def refresh(self, *, deep: bool) -> None:
         """Pack anew what is no longer what it was; after this, every packed copy equals its weight.
@@ -82,7 +92,7 @@ class PackedLinears:
                 self._packed[module] = _pack(module)
 
 
-def can_pack(module: nn.Module) -> bool:
+def can_pack(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether `module` is a plain linear on the CPU in fp32, with nothing of the user's in its forward."""
     if type(module) is not nn.Linear or "forward" in module.__dict__ or not torch.backends.mkldnn.is_available():
         return False
@@ -113,10 +123,12 @@ def _pack(module: nn.Linear) -> _Packed:
 
 
 def _fingerprint(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of every row's bits, and a diagonal: the first sees any change, the second most permutations in a row."""
-    flat = weight.detach()
-    bits = flat.view(torch.int64) if flat.shape[1] % 2 == 0 else flat.view(torch.int32)
-    return bits.sum(dim=1, dtype=torch.int64), flat.reshape(-1)[:: flat.shape[1] + 1].clone().view(torch.int32)
+    """Sums of the weight's bits: over every row, and down the columns of a few.
+
+    The first sees any change of values and any exchange of rows; the second an exchange of columns.
+    """
+    bits = weight.detach().view(torch.int64 if weight.shape[1] % 2 == 0 else torch.int32)
+    return bits.sum(dim=1, dtype=torch.int64), bits[:8].sum(dim=0, dtype=torch.int64)
 
 
 def _same(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> bool:

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from orca_hf.attention import orca_attention
-from orca_hf.packed_linear import PackedLinears
+from orca_hf.packed_linear import Forwards
 
 
 def attention_configs(model: PreTrainedModel) -> tuple[PretrainedConfig, ...]:
@@ -24,12 +24,12 @@ def attention_configs(model: PreTrainedModel) -> tuple[PretrainedConfig, ...]:
 
 
 @contextmanager
-def iteration_patches(configs: tuple[PretrainedConfig, ...], packed: PackedLinears) -> Iterator[None]:
-    """Switch the model to Orca's attention and the packed linears within the block."""
+def iteration_patches(configs: tuple[PretrainedConfig, ...], forwards: Forwards) -> Iterator[None]:
+    """Switch the model to Orca's attention, and modules to the given forwards, within the block."""
     patched: list[nn.Module] = []
     with orca_attention(configs):
         try:
-            for linear, forward in packed.forwards:
+            for linear, forward in forwards:
                 # nn.Module.__setattr__ would look the name up among parameters and buffers first: ten times slower.
                 linear.__dict__["forward"] = forward
                 patched.append(linear)

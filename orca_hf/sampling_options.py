@@ -1,0 +1,131 @@
+"""What one generate() call asks of the sampling, and whether its rows may be looked at one by one."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import (
+    EosTokenCriteria,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    StopStringCriteria,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+# Processors and criteria that treat each row by itself and keep nothing between calls: they may be shown any of a
+# call's rows, at any time. Everything else, a user's own above all, is shown all rows of its call at once, as natively.
+_ROW_BY_ROW_PROCESSORS = frozenset({
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+})  # fmt: skip
+_ROW_BY_ROW_CRITERIA = frozenset({EosTokenCriteria, MaxLengthCriteria, StopStringCriteria})
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """What one generate() call asks for, as generate() itself prepared it.
+
+    Attributes:
+        processors: Applied to the logits in turn.
+        criteria: Whether a row is done.
+        max_length: Tokens of the longest row, padding and prompt included.
+        do_sample: Draw from the distribution, or take its maximum.
+        pad_token_id: Fills rows that end early; None only where no row can.
+        output_scores: Keep the processed scores of every step.
+        output_logits: Keep the raw logits of every step.
+        output_cache: Keep the K/V states of the whole call.
+    """
+
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    max_length: int
+    do_sample: bool = False
+    pad_token_id: int | None = None
+    output_scores: bool = False
+    output_logits: bool = False
+    output_cache: bool = False
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a row."""
+        return frozenset(
+            token
+            for criterion in self.criteria
+            if hasattr(criterion, "eos_token_id")
+            for token in torch.as_tensor(criterion.eos_token_id).reshape(-1).tolist()
+        )
+
+    @property
+    def ends_by_eos(self) -> bool:
+        """Whether a row that ended is continued by pad tokens; natively so only with an EOS criterion."""
+        return any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether the next token is the largest logit, and only length and EOS end a row."""
+        return not (self.do_sample or self.processors or self.needs_all_rows) and {
+            type(criterion) for criterion in self.criteria
+        } <= {EosTokenCriteria, MaxLengthCriteria}
+
+    @property
+    def needs_all_rows(self) -> bool:
+        """Whether even a row that ended must be computed on: someone is shown its logits or K/V, or it goes on."""
+        processors = {type(processor) for processor in self.processors}
+        criteria = {type(criterion) for criterion in self.criteria}
+        return (
+            self.output_scores
+            or self.output_logits
+            or self.output_cache
+            or not processors <= _ROW_BY_ROW_PROCESSORS
+            or (not self.ends_by_eos and not criteria <= {MaxLengthCriteria})
+        )
+
+    def must_lockstep(self, num_rows: int, has_streamer: bool) -> bool:
+        """Whether someone looks at all rows together, who must find them at the same token."""
+        criteria = {type(criterion) for criterion in self.criteria}
+        together = has_streamer or not criteria <= _ROW_BY_ROW_CRITERIA | {MaxTimeCriteria}
+        return self.needs_all_rows or (num_rows > 1 and together)
+
+    def wants_lockstep(self, num_rows: int) -> bool:
+        """Whether rows in step give native's very result, where rows apart would give an equally good one.
+
+        These are the order of random draws, and the moment at which `max_time` ends a row.
+        """
+        return num_rows > 1 and (self.do_sample or any(type(c) is MaxTimeCriteria for c in self.criteria))

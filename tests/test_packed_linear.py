@@ -1,0 +1,143 @@
+"""Promises of packed weights: the linear's own results, and never a copy that outlives its weight."""
+
+import pytest
+import torch
+from tiny import PROMPTS, make_model, pad_left
+from torch import nn
+
+import orca_hf
+from orca_hf import OrcaConfig
+from orca_hf.packed_linear import PackedLinears, can_pack
+
+
+def packed_forward(linear):
+    packed = PackedLinears()
+    packed.pack([linear], max_bytes=lambda: 10**9)
+    ((module, forward),) = packed.forwards
+    assert module is linear
+    return packed, forward
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 5, 3), (7, 16, 48), (64, 33, 97), (1, 1, 1)])
+@torch.no_grad()
+def test_a_packed_linear_computes_what_the_linear_computes(rows, inputs, outputs, bias):
+    linear = nn.Linear(inputs, outputs, bias=bias)
+    _, forward = packed_forward(linear)
+    hidden = torch.randn(1, rows, inputs)
+    torch.testing.assert_close(forward(hidden), linear(hidden), atol=1e-5, rtol=1e-5)
+
+
+def test_under_grad_or_autocast_the_linears_own_product_runs():
+    linear = nn.Linear(8, 8)
+    _, forward = packed_forward(linear)
+    hidden = torch.randn(1, 2, 8, requires_grad=True)
+    forward(hidden).sum().backward()
+    assert linear.weight.grad is not None
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert forward(hidden).dtype == torch.bfloat16
+
+
+class Subclass(nn.Linear):
+    pass
+
+
+def with_forward(linear):
+    linear.forward = lambda hidden: hidden
+    return linear
+
+
+def inference_linear():
+    with torch.inference_mode():
+        return nn.Linear(4, 4)
+
+
+REFUSED = {
+    "another class": lambda: Subclass(4, 4),
+    "a forward of the user's": lambda: with_forward(nn.Linear(4, 4)),
+    "bfloat16": lambda: nn.Linear(4, 4, dtype=torch.bfloat16),
+    "another device": lambda: nn.Linear(4, 4, device="meta"),
+    "made in inference mode": inference_linear,
+    "not a linear": lambda: nn.Embedding(4, 4),
+    "parametrised": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_packed_is_left_alone(name):
+    assert not can_pack(REFUSED[name]())
+
+
+def flip_lowest_bit(weight):
+    weight.view(torch.int32)[3, 5] ^= 1
+
+
+def exchange(weight):
+    weight.copy_(weight[:, torch.tensor([0, 1, 9, 3, 4, 5, 6, 7, 8, 2])].clone())
+
+
+CHANGES = {
+    "one bit": flip_lowest_bit,
+    "two columns": exchange,
+    "two rows": lambda weight: weight[:2].copy_(weight[:2].flip(0).clone()),
+    "all": lambda weight: weight.mul_(2),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@torch.no_grad()
+def test_a_deep_look_sees_what_data_hides(name):
+    """Writes through .data move no version counter."""
+    linear = nn.Linear(10, 12, bias=False)
+    packed, forward = packed_forward(linear)
+    CHANGES[name](linear.weight.data)
+    packed.refresh(deep=False)
+    assert packed.forwards[0][1] is forward
+    packed.refresh(deep=True)
+    assert packed.forwards[0][1] is not forward
+    hidden = torch.randn(1, 3, 10)
+    torch.testing.assert_close(packed.forwards[0][1](hidden), linear(hidden))
+    packed.refresh(deep=True)
+    assert packed.forwards[0][1] is not forward
+
+
+def test_a_linear_that_can_no_longer_be_packed_is_dropped():
+    linear = nn.Linear(4, 4)
+    packed, _ = packed_forward(linear)
+    with_forward(linear)
+    packed.refresh(deep=False)
+    assert packed.forwards == []
+
+
+def test_copies_beyond_the_limit_are_not_made():
+    packed = PackedLinears()
+    packed.pack([nn.Linear(8, 8), nn.Linear(8, 8)], max_bytes=lambda: 300)
+    assert packed.forwards == []
+    assert packed.num_bytes == 0
+    packed.pack([nn.Linear(8, 8)], max_bytes=lambda: 300)
+    assert packed.num_bytes == 256
+
+
+def test_short_work_runs_on_the_models_own_linears():
+    """Comparing the packed copies with the weights costs more than a token or two can bring."""
+    model = orca_hf.wrap(make_model(), OrcaConfig(max_slots=512))
+    batch = pad_left(PROMPTS)
+    model.generate(**batch, max_new_tokens=2, do_sample=False)
+    runner = model.generate.engines[0].runner
+    assert runner.packed.forwards == []
+    model.generate(**batch, max_new_tokens=20, do_sample=False)
+    assert len(runner.packed.forwards) == 2 * 7 + 1
+    with torch.no_grad():
+        model.lm_head.weight.data.neg_()
+    plain = make_model()
+    with torch.no_grad():
+        plain.lm_head.weight.data.neg_()
+    for length in (1, 2, 30):
+        options = {"max_new_tokens": length, "do_sample": False}
+        assert torch.equal(model.generate(**batch, **options), plain.generate(**batch, **options))
+
+
+def test_settings_can_do_without_packing():
+    model = orca_hf.wrap(make_model(), OrcaConfig(max_slots=512, pack_weights=False))
+    model.generate(**pad_left(PROMPTS), max_new_tokens=20, do_sample=False)
+    assert model.generate.engines[0].stats.packed_bytes == 0
