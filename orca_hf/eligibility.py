@@ -9,9 +9,13 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import GenerationMode
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 
+from orca_hf.runner import TESTED_MODEL_TYPES
+
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
 # Rotary kinds whose frequencies depend on the longest request in the forward: neighbours would change one's tokens.
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+# Methods of the native decoding loop, in whose place Orca's stands.
+_LOOP_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_sample")
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 # Inputs of a forward that generate() makes itself, or that say nothing about a text-only decoder's tokens.
 _KNOWN_INPUTS = frozenset({"input_ids", "attention_mask", "use_cache", "return_dict"})
@@ -24,6 +28,14 @@ def model_reasons(model: PreTrainedModel) -> list[str]:
     text_config = config.get_text_config()
     if getattr(type(model), "generate", None) is not GenerationMixin.generate:
         reasons.append(f"{type(model).__name__} has a generate() of its own")
+    for name in _LOOP_METHODS:
+        if name in model.__dict__:
+            reasons.append(f"{name} has been replaced on this model (prompt tuning does that)")
+        elif (
+            getattr(type(model), name, None) is not getattr(GenerationMixin, name)
+            and config.model_type not in TESTED_MODEL_TYPES
+        ):
+            reasons.append(f"{type(model).__name__} has a {name} of its own")
     if config.is_encoder_decoder:
         reasons.append("encoder-decoder models are not run by Orca")
     elif model.main_input_name != "input_ids" or text_config is not config:

@@ -97,7 +97,13 @@ NATIVE_MODELS = [
     ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}, "longest row"),
     (
         "llama4_text",
-        {"num_local_experts": 2, "intermediate_size_mlp": 32, "attention_chunk_size": 8},
+        {
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 32,
+            "attention_chunk_size": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+        },
         "chunked_attention",
     ),
 ]

@@ -38,6 +38,7 @@ CASES = {
     "mask of four dimensions": {"attention_mask": torch.ones(1, 1, 11, 11)},
     "mask with holes": {"attention_mask": torch.tensor([[1, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1]])},
     "mask of other values": {"attention_mask": torch.tensor([[3] * 11])},
+    "another device": {"input_ids": torch.zeros((1, 3), dtype=torch.long, device="meta")},
     "float ids": {"input_ids": torch.tensor([[5.0, 6.0]])},
     "temperature 0": {"do_sample": True, "temperature": 0.0},
     "top_p 2": {"do_sample": True, "top_p": 2.0},

@@ -195,6 +195,44 @@ def test_training_mode_without_dropout_runs_by_orca_and_with_it_natively():
     assert orca_hf.explain(model.eval()).runs_by == "orca"
 
 
+def test_peft_adapters_are_seen_and_prompt_tuning_goes_native():
+    peft = pytest.importorskip("peft")
+    from functools import partial
+
+    lora = partial(peft.LoraConfig, r=4, init_lora_weights=False, target_modules=["q_proj", "down_proj"])
+    for wrap_first in (True, False):
+        results = []
+        for wrapped in (True, False):
+            model = make_model()
+            if wrapped and wrap_first:
+                orca_hf.wrap(model)
+            torch.manual_seed(0)
+            adapted = peft.get_peft_model(model, lora(task_type="CAUSAL_LM"))
+            if wrapped and not wrap_first:
+                assert orca_hf.wrap(adapted) is adapted
+            assert orca_hf.is_wrapped(adapted) == wrapped
+            outputs = [adapted.generate(**BATCH)]
+            with adapted.disable_adapter():
+                outputs.append(adapted.generate(**BATCH))
+            adapted.merge_adapter()
+            outputs.append(adapted.generate(**BATCH))
+            if wrapped:
+                assert orca_hf.explain(adapted).runs_by == "orca"
+                assert model.generate.engines[0].stats.num_iterations > 20
+            results.append(outputs)
+        assert all(torch.equal(ours, native) for ours, native in zip(*results, strict=True))
+        assert not torch.equal(results[0][0], results[0][1])
+
+    results = []
+    for wrapped in (True, False):
+        torch.manual_seed(0)
+        tuned = peft.get_peft_model(make_model(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+        if wrapped:
+            orca_hf.wrap(tuned)
+        results.append(tuned.generate(**BATCH))
+    assert torch.equal(*results)
+
+
 def test_explain_speaks_of_a_plain_model_too():
     model = make_model()
     explanation = orca_hf.explain(model, num_beams=2)
