@@ -221,18 +221,17 @@ class Engine:
             rows = [row for row, step in steps.items() if not step.request.finished]  # some were cancelled in flight
             requests = [steps[row].request for row in rows]
             try:
-                if not rows:
-                    accepted = []
-                elif generation.is_plain_greedy:
+                if generation.is_plain_greedy:
                     accepted = generation.accept_tokens(requests, [tokens[row] for row in rows])
-                else:
+                elif rows:
                     accepted = generation.accept_logits(requests, _select(logits, rows))
+                else:
+                    accepted = []
+                self._append(generation, accepted)
             except Exception as error:  # noqa: BLE001
                 # A user's processor, criterion or streamer raised: its own call ends with it, no other.
                 with self._changed:
                     self._fail(generation, error)
-            else:
-                self._append(generation, accepted)
             del self._pending[generation]
 
     def _append(self, generation: Generation, accepted: list[tuple[Request, int, bool]]) -> None:

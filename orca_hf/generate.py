@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
+from transformers.generation import GenerateDecoderOnlyOutput, MaxLengthCriteria, StopStringCriteria
 
 from orca_hf.config import OrcaConfig
 from orca_hf.eligibility import (
@@ -56,7 +56,6 @@ class OrcaGenerate:
         self._engines: dict[Any, Engine] = {}
         self._unsupported: dict[Any, str] = {}
         self._lock = threading.Lock()  # guards the two
-        self._forward_lock = threading.Lock()  # one iteration at a time on this model, whichever engine runs it
         self._logged: set[str] = set()
 
     @property
@@ -153,7 +152,7 @@ class OrcaGenerate:
                 self._unsupported.pop(autocast, None)
             if engine is None and autocast not in self._unsupported:
                 try:
-                    runner = ModelRunner(self.model, self.config, autocast, self._forward_lock)
+                    runner = ModelRunner(self.model, self.config, autocast)
                     engine = self._engines[autocast] = Engine(runner, self.config)
                 except UnsupportedError as reason:
                     self._engines.pop(autocast, None)
@@ -179,7 +178,7 @@ class OrcaGenerate:
             if streamer is not None:
                 streamer.put(input_ids.cpu())
             attention_mask = model_kwargs.get("attention_mask")
-            max_length = stopping_criteria.max_length
+            max_length = _max_length_of(stopping_criteria)
             reasons = input_reasons(model, input_ids, attention_mask, max_length)
             position_ids = model_kwargs.get("position_ids")
             if position_ids is not None and position_ids.shape[-2:] != input_ids.shape:
@@ -190,11 +189,16 @@ class OrcaGenerate:
             if not reasons:
                 run = _Run(engine, input_ids, attention_mask, logits_processor, stopping_criteria, generation_config)
                 try:
-                    return run(streamer, model)
-                except UnsupportedError as error:
-                    if run.has_tokens:
+                    result = run(streamer, model)
+                except BaseException as error:
+                    if not isinstance(error, UnsupportedError) or run.has_tokens:
+                        # Natively the end is never told; whoever reads the stream would wait for it for ever.
+                        _end(streamer)
                         raise
                     reasons = [str(error)]
+                else:
+                    _end(streamer)
+                    return result
             self._log_native(reasons)
             return self._private("_sample")(
                 input_ids,
@@ -225,7 +229,7 @@ class _Run:
         self.prompts = _own_tokens(input_ids, attention_mask)
         self.generation_config = generation_config
         pad = generation_config._pad_token_tensor
-        max_length = stopping_criteria.max_length
+        max_length = _max_length_of(stopping_criteria)
         assert max_length is not None
         self.options = SamplingOptions(
             processors=logits_processor,
@@ -241,7 +245,7 @@ class _Run:
 
     def __call__(self, streamer: Streamer | None, model: PreTrainedModel) -> Tensor | GenerateDecoderOnlyOutput:
         _check_token_ids(self.prompts, model)
-        max_new_tokens = self.options.max_length - self.input_ids.shape[1]
+        max_new_tokens = max(1, self.options.max_length - self.input_ids.shape[1])
         fits = self.engine.fits_at_once([len(prompt) for prompt in self.prompts], max_new_tokens)
         must = self.options.must_lockstep(len(self.prompts), streamer is not None)
         if must and not fits:
@@ -283,6 +287,17 @@ def _check_token_ids(prompts: list[list[int]], model: PreTrainedModel) -> None:
                 f"Row {row} has token id {wrong}, but the model's vocabulary is 0 to {vocab_size - 1}; is this the "
                 "model's own tokenizer?"
             )
+
+
+def _end(streamer: Streamer | None) -> None:
+    if streamer is not None:
+        streamer.end()
+
+
+def _max_length_of(criteria: StoppingCriteriaList) -> int | None:
+    """The shortest of the lengths that end a row, None if nothing does."""
+    lengths = [criterion.max_length for criterion in criteria if isinstance(criterion, MaxLengthCriteria)]
+    return min(lengths, default=None)
 
 
 def _max_length(generation_config: GenerationConfig, prompt_len: int) -> int | None:

@@ -5,6 +5,8 @@ Plain attribute writes on modules and configs, microseconds each way. Between it
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -21,6 +23,18 @@ def attention_configs(model: PreTrainedModel) -> tuple[PretrainedConfig, ...]:
         if isinstance(config, PretrainedConfig):
             found.setdefault(id(config), config)
     return tuple(found.values())
+
+
+# A model is changed by one iteration at a time, whoever runs it: another engine under autocast, or the engine of a
+# wrapping that has just been replaced.
+_locks: WeakKeyDictionary[PreTrainedModel, Lock] = WeakKeyDictionary()
+_locks_lock = Lock()
+
+
+def model_lock(model: PreTrainedModel) -> Lock:
+    """The lock to hold around `iteration_patches` and the forward."""
+    with _locks_lock:
+        return _locks.setdefault(model, Lock())
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """The model runner: an Iteration in, the logits of its sampling rows out."""
 
 import inspect
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from orca_hf.errors import OrcaError, UnsupportedError
 from orca_hf.kv_pool import KVPool, choose_num_slots, free_memory
 from orca_hf.openmp import release_threads
 from orca_hf.packed_linear import Forwards, PackedLinears
-from orca_hf.patches import attention_configs, iteration_patches
+from orca_hf.patches import attention_configs, iteration_patches, model_lock
 from orca_hf.request import Request
 from orca_hf.scheduler import Iteration, Step
 
@@ -55,20 +54,17 @@ class ModelRunner:
         model: The user's model; changed only while an iteration runs.
         config: The settings.
         autocast: Autocast to run under, as (device type, dtype), or None.
-        forward_lock: Held while the model is changed and runs; shared by all runners of a model.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         config: OrcaConfig,
-        autocast: tuple[str, torch.dtype] | None,
-        forward_lock: threading.Lock,
+        autocast: tuple[str, torch.dtype] | None = None,
     ) -> None:
         self.model = model
         self.config = config
         self.autocast = autocast
-        self._forward_lock = forward_lock
         self.pool = KVPool(0)
         self.packed = PackedLinears()
         self._configs = attention_configs(model)
@@ -198,7 +194,7 @@ class ModelRunner:
         }
         accepted = {name: value for name, value in arguments.items() if name in self._accepts}
         with (
-            self._forward_lock,
+            model_lock(self.model),
             torch.inference_mode(False),
             torch.no_grad(),
             self._autocast(),

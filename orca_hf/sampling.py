@@ -56,7 +56,8 @@ class Generation:
         self.logits: list[Tensor] = []
         self.kv_states: list[tuple[Tensor, Tensor]] | None = None
         num_rows, self.prompt_len = input_ids.shape
-        self.max_new_tokens = options.max_length - self.prompt_len
+        # A criterion of the user's may be below the prompt already; the native loop looks at it after a first token.
+        self.max_new_tokens = max(1, options.max_length - self.prompt_len)
         self.requests = [Request(prompt, self.max_new_tokens, owner=self) for prompt in prompts]
         self._row_of = {id(request): row for row, request in enumerate(self.requests)}
         self._eos = options.eos_token_ids
@@ -71,10 +72,11 @@ class Generation:
         self._input_ids = input_ids
         # Processors and criteria run in whichever thread drives, but in the mode that their caller made them in.
         self._inference_mode = torch.is_inference_mode_enabled()
-        # The rows as processors and criteria are shown them; (num_rows, max_length) int64.
+        # The rows as processors and criteria are shown them; (num_rows, longest) int64.
         self._ids: Tensor | None = None
         if not self._plain:
-            self._ids = torch.full((num_rows, options.max_length), self._pad, dtype=torch.long, device=input_ids.device)
+            shape = (num_rows, self.prompt_len + self.max_new_tokens)
+            self._ids = torch.full(shape, self._pad, dtype=torch.long, device=input_ids.device)
             self._ids[:, : self.prompt_len] = input_ids
 
     @property
@@ -98,11 +100,9 @@ class Generation:
         self._held.clear()
 
     def close(self) -> None:
-        """Tell the streamer that the end has come, and the random generator. Called once, by the caller's thread."""
+        """Leave the default random generator where native generate() would have left it."""
         if self._generator is not None:
             self._generator.close()
-        if self.streamer is not None:
-            self.streamer.end()
 
     def accept_tokens(self, requests: Sequence[Request], tokens: Sequence[int]) -> list[tuple[Request, int, bool]]:
         """Takes the tokens of some rows' largest logits.

@@ -311,3 +311,33 @@ def test_logits_are_computed_only_for_rows_that_sample(monkeypatch):
     model.generate(**pad_left(PROMPTS), max_new_tokens=4, do_sample=False)
     assert shapes == kept
     assert max(shapes) <= 4
+
+
+def test_wrapping_anew_while_a_call_runs_leaves_the_model_whole():
+    """Two engines on one model take turns; neither undoes the other's changes in the middle."""
+    model = make_model()
+    prompt = torch.tensor([PROMPTS[0]])
+    expected = model.generate(prompt, max_new_tokens=30, do_sample=False)
+    orca_hf.wrap(model, CONFIG)
+    stop = threading.Event()
+    results = []
+
+    def keep_generating():
+        while not stop.is_set():
+            results.append(model.generate(prompt, max_new_tokens=30, do_sample=False))
+
+    threads = [threading.Thread(target=keep_generating) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for size in range(1, 12):
+        orca_hf.wrap(model, OrcaConfig(max_batch_size=size, max_slots=512))
+        if size % 3 == 0:
+            orca_hf.unwrap(model)
+        results.append(model.generate(prompt, max_new_tokens=30, do_sample=False))
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert len(results) > 11
+    assert all(torch.equal(result, expected) for result in results)
+    orca_hf.wrap(model)
+    assert_idle(model)

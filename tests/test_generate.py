@@ -15,7 +15,7 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import GenerateDecoderOnlyOutput, MaxLengthCriteria
 
 import orca_hf
 from orca_hf import OrcaConfig
@@ -250,6 +250,26 @@ class Recorder:
 
     def end(self):
         self.events.append("end")
+
+
+def test_the_stream_is_ended_when_generation_raises(twins):
+    def fail(input_ids, scores):
+        raise ZeroDivisionError
+
+    for made in (arguments({}, 1), {"input_ids": torch.tensor([[999]])}):
+        streamer = Recorder()
+        with pytest.raises((ZeroDivisionError, IndexError)):
+            twins[1].generate(**made, streamer=streamer, logits_processor=LogitsProcessorList([fail]))
+        assert streamer.events.count("end") == 1
+        assert streamer.events[-1] == "end"
+
+
+def test_length_criteria_of_the_users_count_as_natively(twins):
+    for lengths in ([14], [5], [18, 13], [26]):
+        criteria = StoppingCriteriaList([MaxLengthCriteria(length) for length in lengths])
+        for extra in ({}, {"repetition_penalty": 1.5}):
+            made = arguments({"max_new_tokens": 4, **extra})
+            assert_same(*(model.generate(**made, stopping_criteria=criteria) for model in twins))
 
 
 @pytest.mark.parametrize("rows", [1, len(PROMPTS)])
