@@ -102,14 +102,21 @@ def orca_attention(configs: tuple[PretrainedConfig, ...]) -> Iterator[None]:
         _replaced[id(config)] = original
     try:
         for config in configs:
-            config._attn_implementation = IMPLEMENTATION
+            _name_attention(config, IMPLEMENTATION)
         yield
     finally:
-        # Parents first, as before: setting a config's name sets its parts' names too.
         for config, original in zip(configs, originals, strict=True):
-            config._attn_implementation = original
+            _name_attention(config, original)
         for config in configs:
             _replaced.pop(id(config), None)
+
+
+def _name_attention(config: PretrainedConfig, name: str) -> None:
+    if "_attn_implementation_internal" in config.__dict__:
+        # What the property sets, without its validation and its walk over sub-configs, which are in the list too.
+        config.__dict__["_attn_implementation_internal"] = name
+    else:
+        config._attn_implementation = name
 
 
 def attention_forward(

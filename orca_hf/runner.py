@@ -3,6 +3,7 @@
 import inspect
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -237,11 +238,12 @@ class ModelRunner:
     def _input_device(self) -> torch.device:
         return self._embedding().device
 
-    def _autocast(self) -> torch.autocast:
-        if self.autocast is None:
-            return torch.autocast(self.model.device.type, enabled=False)
-        device_type, dtype = self.autocast
-        return torch.autocast(device_type, dtype=dtype)
+    def _autocast(self) -> AbstractContextManager[object]:
+        """The autocast of this runner's calls, whatever that of the thread which drives."""
+        device_type = self._input_device().type
+        if self.autocast is not None:
+            return torch.autocast(device_type, dtype=self.autocast[1])
+        return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
 def model_structure(model: PreTrainedModel) -> tuple[Any, ...]:
