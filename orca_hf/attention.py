@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PretrainedConfig
 
 from orca_hf.errors import UnsupportedError
 from orca_hf.kv_pool import KVPool
@@ -48,14 +49,14 @@ class AttentionContext:
         batch: Which tokens belong to whom.
         modules: Attention modules that have run, each of which may run once.
         mask_windows: Window sizes that the model asked a mask for.
-        windows: Window sizes that the attention modules passed on.
+        windows: Window sizes that the attention modules passed on; None for those without one.
     """
 
     pool: KVPool
     batch: RaggedBatch
     modules: set[nn.Module] = field(default_factory=set)
     mask_windows: set[int] = field(default_factory=set)
-    windows: set[int] = field(default_factory=set)
+    windows: set[int | None] = field(default_factory=set)
     _by_device: dict[torch.device, RaggedBatch] = field(default_factory=dict)
 
     def batch_on(self, device: torch.device) -> RaggedBatch:
@@ -78,10 +79,22 @@ class AttentionContext:
                 f"it limits attention to {sorted(self.mask_windows - self.windows)} tokens by a mask alone"
             )
 
+    def check_windows(self, config: PretrainedConfig) -> None:
+        """Refuse a model whose native cache forgets other tokens than its attention does.
+
+        Raises:
+            UnsupportedError: The windows of the two differ, or are too small for the native cache to keep any token.
+        """
+        native = {getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers}
+        if (native or {None}) != self.windows or 1 in self.windows:
+            raise UnsupportedError(
+                f"its attention looks back over {self.windows} tokens, and its native cache keeps {native or {None}}"
+            )
+
 
 _context: ContextVar[AttentionContext | None] = ContextVar("orca_attention_context", default=None)
-# The user's implementation for each config that names ours at this moment, by the config's id.
-_replaced: dict[int, str] = {}
+# Held while names are exchanged: models of several engines may share a config.
+_naming = Lock()
 
 
 @contextmanager
@@ -94,24 +107,53 @@ def attention_context(context: AttentionContext) -> Iterator[AttentionContext]:
         _context.reset(token)
 
 
+class _OrcaName(str):
+    """Our name in a config, which remembers the user's. A copy of it, as in a copied model, is the user's."""
+
+    original: str | None
+    uses: int  # iterations that run under this name: models may share a config
+
+    def __new__(cls, original: str | None) -> "_OrcaName":
+        """Takes the place of `original`."""
+        name = super().__new__(cls, IMPLEMENTATION)
+        name.original = original
+        name.uses = 0
+        return name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _identity, (self.original,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> str | None:
+        return self.original
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
 @contextmanager
 def orca_attention(configs: tuple[PretrainedConfig, ...]) -> Iterator[None]:
     """Let `configs` name Orca's attention within the block; a model's own config comes before its parts'."""
-    originals = [config._attn_implementation for config in configs]
-    for config, original in zip(configs, originals, strict=True):
-        _replaced[id(config)] = original
+    names: list[tuple[PretrainedConfig, _OrcaName]] = []
     try:
-        for config in configs:
-            _name_attention(config, IMPLEMENTATION)
+        with _naming:
+            for config in configs:
+                current = config._attn_implementation
+                name = current if isinstance(current, _OrcaName) else _OrcaName(current)
+                name.uses += 1
+                names.append((config, name))
+                _set_attention(config, name)
         yield
     finally:
-        for config, original in zip(configs, originals, strict=True):
-            _name_attention(config, original)
-        for config in configs:
-            _replaced.pop(id(config), None)
+        with _naming:
+            for config, name in names:
+                name.uses -= 1
+                # A name that the user has set meanwhile stays.
+                if name.uses == 0 and config._attn_implementation is name:
+                    _set_attention(config, name.original)
 
 
-def _name_attention(config: PretrainedConfig, name: str) -> None:
+def _set_attention(config: PretrainedConfig, name: str | None) -> None:
     if "_attn_implementation_internal" in config.__dict__:
         # What the property sets, without its validation and its walk over sub-configs, which are in the list too.
         config.__dict__["_attn_implementation_internal"] = name
@@ -180,8 +222,7 @@ def attention_forward(
             f"{type(module).__name__} reshapes its tokens: query {tuple(query.shape)}, key {tuple(key.shape)}"
         )
     context.modules.add(module)
-    if sliding_window is not None:
-        context.windows.add(sliding_window)
+    context.windows.add(sliding_window)
 
     key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)
     cache = context.pool.layer(module, key, value)
@@ -212,9 +253,9 @@ def attention_mask(*args: Any, config: PretrainedConfig, **kwargs: Any) -> Any:
     return None
 
 
-def _user_implementation(config: PretrainedConfig) -> str:
-    # An iteration that ended since the caller read the name has put the user's back in the config itself.
-    return _replaced.get(id(config)) or config._attn_implementation
+def _user_implementation(config: PretrainedConfig) -> Any:
+    current = config._attn_implementation  # the iteration that the caller met may have ended since
+    return current.original if isinstance(current, _OrcaName) else current
 
 
 def _user_attention(module: Any) -> Callable[..., Any]:

@@ -9,13 +9,39 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation import GenerationMode
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 
-from orca_hf.runner import TESTED_MODEL_TYPES
+from orca_hf.attention import IMPLEMENTATION
+from orca_hf.packed_linear import is_packed_forward
+from orca_hf.patches import attention_configs
 
+# Model types whose tokens the tests hold against native generate().
+TESTED_MODEL_TYPES = frozenset({
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "gpt2",
+    "gpt_neox",
+    "granite",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "opt",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+})  # fmt: skip
+# Attention that Orca's equals. Another, registered by a user or fetched as a kernel, may compute something else.
+_STOCK_ATTENTION = frozenset({
+    None, "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4",
+})  # fmt: skip
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
 # Rotary kinds whose frequencies depend on the longest request in the forward: neighbours would change one's tokens.
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 # Methods of the native decoding loop, in whose place Orca's stands.
 _LOOP_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_sample")
+# Hooks that transformers leaves in a model change no value: they record outputs, or mark them for gradients.
+_HARMLESS_HOOKS = "transformers."
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 # Inputs of a forward that generate() makes itself, or that say nothing about a text-only decoder's tokens.
 _KNOWN_INPUTS = frozenset({"input_ids", "attention_mask", "use_cache", "return_dict"})
@@ -47,6 +73,12 @@ def model_reasons(model: PreTrainedModel) -> list[str]:
     other_layers = set(getattr(text_config, "layer_types", None) or ()) - _ATTENTION_LAYERS
     if other_layers:
         reasons.append(f"layers of type {', '.join(sorted(map(str, other_layers)))} are not run by Orca")
+    if getattr(text_config, "attn_temperature_tuning", False):
+        reasons.append("attention temperature by the position in a cache is not run by Orca")
+    attention = {each._attn_implementation for each in attention_configs(model)}
+    # A name in use by an iteration at this moment compares equal to ours; it stands for a stock one.
+    if other_attention := attention - _STOCK_ATTENTION - {IMPLEMENTATION}:
+        reasons.append(f"attention implementation {', '.join(sorted(map(str, other_attention)))} may be another")
     rope_types = _rope_types(getattr(text_config, "rope_parameters", None)) & _LENGTH_DEPENDENT_ROPE
     if rope_types:
         reasons.append(f"rotary embedding of type {', '.join(sorted(rope_types))} depends on the longest row")
@@ -65,6 +97,19 @@ def _rope_types(parameters: Any) -> set[str]:
     return {kind for nested in parameters.values() for kind in _rope_types(nested)}
 
 
+def module_reasons(model: PreTrainedModel) -> list[str]:
+    """What a user has hung into `model` that would see one flat row of tokens where natively it sees a batch."""
+    for name, module in model.named_modules():
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if not all(str(getattr(hook, "__module__", None)).startswith(_HARMLESS_HOOKS) for hook in hooks):
+            return [f"{name or type(model).__name__} has a forward hook"]
+        forward = module.__dict__.get("forward")
+        # accelerate moves inputs and weights between devices that way, and nothing else.
+        if forward is not None and not (hasattr(module, "_hf_hook") or is_packed_forward(forward)):
+            return [f"{name or type(model).__name__} has a forward of its own"]
+    return []
+
+
 def training_reasons(model: PreTrainedModel) -> list[str]:
     """Why `model` in its present mode would not give the same tokens twice."""
     if not model.training:
@@ -73,7 +118,7 @@ def training_reasons(model: PreTrainedModel) -> list[str]:
     if any(isinstance(module, dropout) and module.p > 0 and module.training for module in model.modules()):
         return ["the model is in training mode and has dropout"]
     config = model.config.get_text_config()
-    rates = ("attention_dropout", "attn_pdrop", "dropout", "hidden_dropout", "router_jitter_noise")
+    rates = ("attention_dropout", "attn_pdrop", "dropout", "hidden_dropout", "router_jitter_noise", "layerdrop")
     active = [rate for rate in rates if isinstance(getattr(config, rate, None), float) and getattr(config, rate) > 0]
     return [f"the model is in training mode and its {', '.join(active)} is not 0"] if active else []
 
@@ -138,6 +183,8 @@ def input_reasons(
     reasons = []
     if input_ids.dim() != 2 or input_ids.numel() == 0:
         return [f"input_ids have the shape {tuple(input_ids.shape)}"]
+    if input_ids.dtype not in (torch.int64, torch.int32):
+        return [f"input_ids are {input_ids.dtype}"]
     own_length = input_ids.shape[1]
     if attention_mask is not None:
         if attention_mask.shape != input_ids.shape:

@@ -21,11 +21,12 @@ from orca_hf.eligibility import (
     call_reasons,
     input_reasons,
     model_reasons,
+    module_reasons,
     training_reasons,
 )
 from orca_hf.engine import Engine
-from orca_hf.errors import TokenIdError, UnsupportedError
-from orca_hf.runner import ModelRunner
+from orca_hf.errors import OrcaError, TokenIdError, UnsupportedError
+from orca_hf.runner import ModelRunner, model_structure
 from orca_hf.sampling import Generation, Streamer
 from orca_hf.sampling_options import SamplingOptions
 
@@ -54,7 +55,7 @@ class OrcaGenerate:
     def _reset(self) -> None:
         # An engine for each autocast the model is called under: K/V made under different ones must not meet.
         self._engines: dict[Any, Engine] = {}
-        self._unsupported: dict[Any, str] = {}
+        self._unsupported: dict[Any, tuple[Any, str]] = {}  # the structure that could not be run, and why
         self._lock = threading.Lock()  # guards the two
         self._logged: set[str] = set()
 
@@ -132,7 +133,7 @@ class OrcaGenerate:
     def _reasons(self, arguments: dict[str, Any]) -> tuple[list[str], GenerationConfig]:
         options = {name: value for name, value in arguments["kwargs"].items() if name not in _NOT_FOR_CONFIG}
         merged, _ = self._private("_prepare_generation_config")(arguments.get("generation_config"), **options)
-        reasons = model_reasons(self.model) + training_reasons(self.model)
+        reasons = model_reasons(self.model) + module_reasons(self.model) + training_reasons(self.model)
         return reasons + call_reasons(self.model, arguments, merged), merged
 
     def _log_native(self, reasons: list[str]) -> None:
@@ -143,23 +144,31 @@ class OrcaGenerate:
 
     def _find_engine(self) -> tuple[Engine | None, list[str]]:
         autocast = autocast_state(self.model.device)
+        if any(engine.driven_by_this_thread for engine in self.engines):
+            return None, ["generate() is called from inside a processor, criterion or streamer of a running call"]
         with self._lock:
             engine = self._engines.get(autocast)
-            if engine is not None and engine.driven_by_this_thread:
-                return None, ["generate() is called from inside a processor, criterion or streamer of a running call"]
             if engine is not None and engine.idle and engine.runner.is_stale():
                 engine = None  # whoever still runs on it holds it; its memory goes when they are done
-                self._unsupported.pop(autocast, None)
-            if engine is None and autocast not in self._unsupported:
+            if engine is not None:
+                return engine, []
+            structure, why = self._unsupported.get(autocast, (None, ""))
+            if structure is None or structure != model_structure(self.model):
                 try:
-                    runner = ModelRunner(self.model, self.config, autocast)
-                    engine = self._engines[autocast] = Engine(runner, self.config)
+                    engine = Engine(ModelRunner(self.model, self.config, autocast), self.config)
                 except UnsupportedError as reason:
                     self._engines.pop(autocast, None)
-                    self._unsupported[autocast] = str(reason)
-            if engine is None:
-                return None, [f"{type(self.model).__name__} cannot be run by Orca: {self._unsupported[autocast]}"]
-            return engine, []
+                    why = str(reason)
+                    self._unsupported[autocast] = model_structure(self.model), why
+                except OrcaError:
+                    raise
+                except Exception as error:  # noqa: BLE001 - whatever a model not made for this raises; it may pass
+                    self._engines.pop(autocast, None)
+                    why = f"a trial iteration raised {type(error).__name__}: {error}"
+                else:
+                    self._engines[autocast] = engine
+                    return engine, []
+            return None, [f"{type(self.model).__name__} cannot be run by Orca: {why}"]
 
     def _prepare_and_run(self, engine: Engine, arguments: dict[str, Any], merged: GenerationConfig) -> Any:
         call = {**arguments.pop("kwargs"), **arguments}
@@ -184,6 +193,10 @@ class OrcaGenerate:
             if position_ids is not None and position_ids.shape[-2:] != input_ids.shape:
                 # generate() derives them from a mask of ones before it drops the mask.
                 reasons.append("attention_mask has another shape than the input")
+            if (pad := generation_config._pad_token_tensor) is not None and not 0 <= int(pad) < _vocab_size(model):
+                reasons.append(f"pad_token_id {int(pad)} is outside the vocabulary")
+            if pad is None and any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria):
+                reasons.append("rows can end early and there is no pad_token_id")
             if max_length is None:
                 reasons.append("no criterion limits the length")
             if not reasons:
@@ -256,7 +269,7 @@ class _Run:
             self.engine.run(generation)
         finally:
             self.has_tokens = any(request.generated for request in generation.requests)
-            generation.close()
+            generation.close(discard=isinstance(generation.error, UnsupportedError) and not self.has_tokens)
         if not self.generation_config.return_dict_in_generate:
             return generation.sequences()
         return GenerateDecoderOnlyOutput(
@@ -272,14 +285,12 @@ def _own_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[i
     rows: list[list[int]] = input_ids.tolist()
     if attention_mask is None:
         return rows
-    lengths = attention_mask.sum(dim=1).tolist()
+    lengths = [int(length) for length in attention_mask.sum(dim=1).tolist()]
     return [row[len(row) - length :] for row, length in zip(rows, lengths, strict=True)]
 
 
 def _check_token_ids(prompts: list[list[int]], model: PreTrainedModel) -> None:
-    embedding = model.get_input_embeddings().weight
-    assert isinstance(embedding, Tensor)
-    vocab_size = embedding.shape[0]
+    vocab_size = _vocab_size(model)
     for row, prompt in enumerate(prompts):
         if min(prompt) < 0 or max(prompt) >= vocab_size:
             wrong = next(token for token in prompt if not 0 <= token < vocab_size)
@@ -289,6 +300,12 @@ def _check_token_ids(prompts: list[list[int]], model: PreTrainedModel) -> None:
             )
 
 
+def _vocab_size(model: PreTrainedModel) -> int:
+    embedding = model.get_input_embeddings().weight
+    assert isinstance(embedding, Tensor)
+    return embedding.shape[0]
+
+
 def _end(streamer: Streamer | None) -> None:
     if streamer is not None:
         streamer.end()
@@ -296,7 +313,7 @@ def _end(streamer: Streamer | None) -> None:
 
 def _max_length_of(criteria: StoppingCriteriaList) -> int | None:
     """The shortest of the lengths that end a row, None if nothing does."""
-    lengths = [criterion.max_length for criterion in criteria if isinstance(criterion, MaxLengthCriteria)]
+    lengths = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
     return min(lengths, default=None)
 
 

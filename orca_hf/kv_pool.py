@@ -57,9 +57,13 @@ class KVPool:
         found = self._layers.get(module)
         if found is None:
             # Uninitialised on purpose: no slot is read before it is written, and untouched pages cost no memory.
-            found = self._layers[module] = LayerCache(
-                key.new_empty((self.num_slots, *key.shape[1:])), value.new_empty((self.num_slots, *value.shape[1:]))
-            )
+            try:
+                found = self._layers[module] = LayerCache(
+                    key.new_empty((self.num_slots, *key.shape[1:])), value.new_empty((self.num_slots, *value.shape[1:]))
+                )
+            except (RuntimeError, MemoryError) as error:  # torch's out-of-memory errors are RuntimeErrors
+                self._layers.clear()
+                raise UnsupportedError(f"{self.num_slots:,} K/V slots cannot be allocated: {error}") from error
         elif (
             found.key.dtype != key.dtype
             or found.value.dtype != value.dtype

@@ -44,6 +44,8 @@ def iteration_patches(configs: tuple[PretrainedConfig, ...], forwards: Forwards)
     with orca_attention(configs):
         try:
             for linear, forward in forwards:
+                if "forward" in linear.__dict__:
+                    continue  # another model over the same module is in an iteration of its own
                 # nn.Module.__setattr__ would look the name up among parameters and buffers first: ten times slower.
                 linear.__dict__["forward"] = forward
                 patched.append(linear)

@@ -42,18 +42,25 @@ class DefaultGenerator:
     Args:
         device: The device whose default generator is followed.
         num_streams: 1 follows it number by number. More gives each row a stream of its own, seeded from it in turn.
+        shared: Draw from the default generator itself, since code of the user's may draw from it in between.
     """
 
-    def __init__(self, device: torch.device, num_streams: int = 1) -> None:
+    def __init__(self, device: torch.device, num_streams: int = 1, *, shared: bool = False) -> None:
         self._default = _default_generator(device)
         self._closed = False
+        self._shared = shared
         seed = _seed.get()
         with _lock:
             self._start = self._default.get_state()
             self._follows = (
-                seed is None and num_streams == 1 and not any(torch.equal(self._start, state) for state in _taken)
+                not shared
+                and seed is None
+                and num_streams == 1
+                and not any(torch.equal(self._start, state) for state in _taken)
             )
-            if self._follows:
+            if shared:
+                self._streams = [self._default]
+            elif self._follows:
                 _taken.append(self._start)
                 self._streams = [torch.Generator(device)]
                 self._streams[0].set_state(self._start)
@@ -66,15 +73,21 @@ class DefaultGenerator:
         """(num_rows, vocab_size) probabilities to (num_rows,) tokens."""
         return torch.multinomial(probs, num_samples=1, generator=self._streams[stream]).squeeze(1)
 
-    def close(self) -> None:
-        """Leave the default generator as native generate() would have. May be called twice."""
+    def close(self, *, discard: bool = False) -> None:
+        """Leave the default generator as native generate() would have. May be called twice.
+
+        Args:
+            discard: Leave it as it was at the start instead: the draws count for nothing.
+        """
         with _lock:
             if self._closed:
                 return
             self._closed = True
+            if self._shared and discard:
+                self._default.set_state(self._start)
             if self._follows:
                 _taken[:] = [state for state in _taken if state is not self._start]
-                if torch.equal(self._default.get_state(), self._start):
+                if not discard and torch.equal(self._default.get_state(), self._start):
                     self._default.set_state(self._streams[0].get_state())
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from orca_hf.attention import AttentionContext, attention_context
 from orca_hf.batch import build_batch
 from orca_hf.config import OrcaConfig
-from orca_hf.errors import OrcaError, UnsupportedError
+from orca_hf.errors import UnsupportedError
 from orca_hf.kv_pool import KVPool, choose_num_slots, free_memory
 from orca_hf.openmp import release_threads
 from orca_hf.packed_linear import Forwards, PackedLinears
@@ -21,25 +21,6 @@ from orca_hf.patches import attention_configs, iteration_patches, model_lock
 from orca_hf.request import Request
 from orca_hf.scheduler import Iteration, Step
 
-# Model types whose tokens the tests hold against native generate(). Any other is compared with its native forward
-# when its runner is made.
-TESTED_MODEL_TYPES = frozenset({
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "gpt2",
-    "gpt_neox",
-    "granite",
-    "llama",
-    "mistral",
-    "mixtral",
-    "olmo2",
-    "opt",
-    "phi3",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-})  # fmt: skip
 # What makes packed weights pay, measured on SmolLM2-135M: packing them takes as long as they save in some sixteen
 # iterations; comparing them with the model's, once whenever work begins, as long as they save in one or two.
 _PACK_FOR = 16
@@ -80,30 +61,19 @@ class ModelRunner:
         return self._structure != model_structure(self.model)
 
     def make_pool(self) -> int:
-        """Learn each layer's K/V shape from a forward over one token, then make the pool.
+        """Learn each layer's K/V shape from a trial iteration, then make the pool.
 
         Returns:
             The pool's number of slots.
 
         Raises:
-            UnsupportedError: The model's attention cannot be run by Orca.
+            UnsupportedError: The model cannot be run by Orca: its logits would not be those of its native forward.
             CapacityError: There is not enough free memory for one block.
         """
         missing = [name for name in ("input_ids", "position_ids") if name not in self._accepts]
         if missing:
             raise UnsupportedError(f"its forward takes no {' and no '.join(missing)}")
-        try:
-            if self.model.config.model_type in TESTED_MODEL_TYPES:
-                self.pool = KVPool(self.config.block_size)
-                request = Request([0], 1)
-                request.blocks = (0,)
-                self.run(Iteration((Step(request, 0, 1, samples=True),)))
-            else:
-                self._check_parity()
-        except OrcaError:
-            raise
-        except Exception as error:  # whatever a model that is not made for this may raise
-            raise UnsupportedError(f"a trial iteration raised {type(error).__name__}: {error}") from error
+        self._check_parity()
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         num_slots = choose_num_slots(self.config, self.pool.bytes_per_slot(), limit)
         self.pool = KVPool(num_slots)
@@ -121,7 +91,8 @@ class ModelRunner:
         self.pool = KVPool(len(requests) * blocks * self.config.block_size)
         for index, request in enumerate(requests):
             request.blocks = tuple(range(index * blocks, (index + 1) * blocks))
-        self.run(Iteration(tuple(Step(r, 0, len(r.prompt) - 1, samples=False) for r in requests)))
+        context = self._forward(Iteration(tuple(Step(r, 0, len(r.prompt) - 1, samples=False) for r in requests)), [])[1]
+        context.check_windows(self.model.config.get_text_config(decoder=True))
         ours = self.run(Iteration(tuple(Step(r, len(r.prompt) - 1, 1, samples=True) for r in requests)))
         for request, logits in zip(requests, ours, strict=True):
             with torch.inference_mode(False), torch.no_grad(), self._autocast():
@@ -182,7 +153,9 @@ class ModelRunner:
         Raises:
             UnsupportedError: The model asked attention for something that is not built.
         """
-        forwards = self._packed_forwards(iteration, remaining)
+        return self._forward(iteration, self._packed_forwards(iteration, remaining))[0]
+
+    def _forward(self, iteration: Iteration, forwards: Forwards) -> tuple[Tensor, AttentionContext]:
         batch = build_batch(iteration, block_size=self.config.block_size, device=self._input_device())
         context = AttentionContext(self.pool, batch.ragged)
         arguments: dict[str, Any] = {
@@ -207,9 +180,9 @@ class ModelRunner:
             self._busy_s += time.perf_counter() - began
         context.check()
         self._iterations += 1
-        if "logits_to_keep" not in accepted:
+        if len(logits) != len(batch.sampling_rows):  # a forward that cannot be told, or does not listen
             logits = logits[batch.sampling_rows.to(logits.device)]
-        return logits
+        return logits, context
 
     def _packed_forwards(self, iteration: Iteration, remaining: int) -> Forwards:
         """The linears to run packed: all that can be, or none where that would not pay."""
@@ -247,6 +220,7 @@ class ModelRunner:
 
 
 def model_structure(model: PreTrainedModel) -> tuple[Any, ...]:
-    """What a runner takes for granted: the module objects, and each parameter's dtype and device."""
+    """What a runner takes for granted: the modules, their attention's names, the parameters' dtypes and devices."""
     modules = tuple(id(module) for module in model.modules())
-    return modules, tuple((parameter.dtype, parameter.device) for parameter in model.parameters())
+    names = tuple(config._attn_implementation for config in attention_configs(model))
+    return modules, names, tuple((parameter.dtype, parameter.device) for parameter in model.parameters())

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from orca_hf.errors import UnsupportedError
 from orca_hf.random_state import DefaultGenerator
 from orca_hf.request import Request
 from orca_hf.sampling_options import SamplingOptions
@@ -66,9 +67,10 @@ class Generation:
         self._num_open = num_rows
         self._held: dict[int, Tensor] = {}
         self._plain = options.is_plain_greedy and not lockstep
-        self._generator = (
-            DefaultGenerator(input_ids.device, num_rows if not lockstep else 1) if options.do_sample else None
-        )
+        self._generator: DefaultGenerator | None = None
+        if options.do_sample:
+            num_streams = 1 if lockstep else num_rows
+            self._generator = DefaultGenerator(input_ids.device, num_streams, shared=options.has_foreign_code)
         self._input_ids = input_ids
         # Processors and criteria run in whichever thread drives, but in the mode that their caller made them in.
         self._inference_mode = torch.is_inference_mode_enabled()
@@ -99,10 +101,10 @@ class Generation:
             self.error = error
         self._held.clear()
 
-    def close(self) -> None:
-        """Leave the default random generator where native generate() would have left it."""
+    def close(self, *, discard: bool = False) -> None:
+        """Leave the default random generator where native generate() would have, or where it was if `discard`."""
         if self._generator is not None:
-            self._generator.close()
+            self._generator.close(discard=discard)
 
     def accept_tokens(self, requests: Sequence[Request], tokens: Sequence[int]) -> list[tuple[Request, int, bool]]:
         """Takes the tokens of some rows' largest logits.
@@ -152,7 +154,9 @@ class Generation:
         ids = self._ids if every_row else self._ids[rows]
         logits = logits.to(copy=True, dtype=torch.float32, device=ids.device)
         processors = options.processors if every_row else _for_rows(options.processors, rows)
-        scores = processors(ids[:, :length], logits)  # type: ignore[arg-type]
+        shown = self._shown(ids, length)
+        scores = processors(shown, logits)  # type: ignore[arg-type]
+        ids[:, :length] = shown  # natively what a user's processor writes into the tokens stays there
         if options.output_scores:
             self.scores.append(scores)
         if options.output_logits:
@@ -164,7 +168,9 @@ class Generation:
         ids[:, length] = tokens
         if not every_row:
             self._ids[rows, length] = tokens
-        over = options.criteria(ids[:, : length + 1], tuple(self.scores) if options.output_scores else None)
+        over = options.criteria(self._shown(ids, length + 1), tuple(self.scores) if options.output_scores else None)
+        if over.shape != (len(rows),):
+            raise UnsupportedError(f"a stopping criterion returns the shape {tuple(over.shape)}, not one of each row")
         self._unfinished -= {row for row, ended in zip(rows, over.tolist(), strict=True) if ended}
         if self.streamer is not None:
             self.streamer.put(self._ids[:, length].cpu())
@@ -173,9 +179,15 @@ class Generation:
             leaving = set()
         return [(self.requests[row], token, row in leaving) for row, token in zip(rows, tokens.tolist(), strict=True)]
 
+    def _shown(self, ids: Tensor, length: int) -> Tensor:
+        """The first `length` tokens, for processors and criteria: a user's may want them in one piece, or keep them."""
+        if not self.options.has_foreign_code:
+            return ids[:, :length]
+        return ids[:, :length].contiguous()
+
     def _draw(self, rows: list[int], scores: Tensor) -> Tensor:
-        assert self._generator is not None
         probs = torch.nn.functional.softmax(scores, dim=-1)
+        assert self._generator is not None
         if not self.lockstep:
             draws = [self._generator.draw(probs[i : i + 1], stream=row) for i, row in enumerate(rows)]
             return torch.cat(draws)
@@ -190,10 +202,9 @@ class Generation:
         """(num_rows, longest row) token ids as generate() returns them: prompts, tokens, padding."""
         longest = max(len(request.generated) for request in self.requests)
         if self._ids is not None:
-            new_tokens = self._ids[:, self.prompt_len : self.prompt_len + longest]
-        else:
-            rows = [request.generated + [self._pad] * (longest - len(request.generated)) for request in self.requests]
-            new_tokens = torch.tensor(rows, device=self._input_ids.device)
+            return self._ids[:, : self.prompt_len + longest].clone()
+        rows = [request.generated + [self._pad] * (longest - len(request.generated)) for request in self.requests]
+        new_tokens = torch.tensor(rows, device=self._input_ids.device)
         return torch.cat([self._input_ids, new_tokens], dim=-1)
 
 

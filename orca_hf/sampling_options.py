@@ -88,7 +88,7 @@ class SamplingOptions:
         return frozenset(
             token
             for criterion in self.criteria
-            if hasattr(criterion, "eos_token_id")
+            if type(criterion) is EosTokenCriteria
             for token in torch.as_tensor(criterion.eos_token_id).reshape(-1).tolist()
         )
 
@@ -103,6 +103,13 @@ class SamplingOptions:
         return not (self.do_sample or self.processors or self.needs_all_rows) and {
             type(criterion) for criterion in self.criteria
         } <= {EosTokenCriteria, MaxLengthCriteria}
+
+    @property
+    def has_foreign_code(self) -> bool:
+        """Whether a processor or criterion takes part of which nothing is known."""
+        processors = {type(processor) for processor in self.processors}
+        criteria = {type(criterion) for criterion in self.criteria}
+        return not (processors <= _ROW_BY_ROW_PROCESSORS and criteria <= _ROW_BY_ROW_CRITERIA | {MaxTimeCriteria})
 
     @property
     def needs_all_rows(self) -> bool:

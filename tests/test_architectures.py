@@ -6,7 +6,7 @@ from tiny import ARCHITECTURES, PROMPTS, make_model, pad_left
 
 import orca_hf
 from orca_hf import OrcaConfig
-from orca_hf.runner import TESTED_MODEL_TYPES
+from orca_hf.eligibility import TESTED_MODEL_TYPES
 
 CONFIGS = [
     OrcaConfig(max_batch_size=1, max_batch_tokens=1, max_slots=128, block_size=4),
@@ -73,22 +73,32 @@ def test_an_untested_architecture_is_compared_with_its_native_forward_first():
 
 def test_a_model_that_differs_from_its_native_forward_goes_native(monkeypatch, caplog):
     model = make_model()
-    monkeypatch.setattr("orca_hf.runner.TESTED_MODEL_TYPES", frozenset())
-    layer = model.model.layers[0]
-    plain = layer.self_attn.forward
+    attention = type(model.model.layers[0].self_attn)
+    plain = attention.forward
 
-    def odd(*args, **kwargs):
+    def odd(self, *args, **kwargs):
         """An attention that looks at the shape of its batch, as no causal model does."""
-        output, weights = plain(*args, **kwargs)
+        output, weights = plain(self, *args, **kwargs)
         return output * (1 + output.shape[1]), weights
 
+    monkeypatch.setattr(attention, "forward", odd)
     batch = pad_left(PROMPTS)
-    layer.self_attn.forward = odd
     native = model.generate(**batch, max_new_tokens=4, do_sample=False)
     orca_hf.wrap(model)
     assert torch.equal(model.generate(**batch, max_new_tokens=4, do_sample=False), native)
     assert "differ from the native forward" in str(orca_hf.explain(model))
     assert "differ from the native forward" in caplog.text
+
+
+def test_a_model_that_ignores_the_window_its_native_cache_keeps_goes_native():
+    """Llama has no sliding window, but transformers gives a config that names one a cache that forgets."""
+    for model_type, window in (("llama", 6), ("gpt2", 6), ("mistral", 1)):
+        model = make_model(model_type, sliding_window=window)
+        batch = {**pad_left(PROMPTS), "max_new_tokens": 10, "do_sample": False}
+        native = model.generate(**batch)
+        orca_hf.wrap(model)
+        assert torch.equal(model.generate(**batch), native)
+        assert "native cache keeps" in str(orca_hf.explain(model))
 
 
 NATIVE_MODELS = [
@@ -106,11 +116,24 @@ NATIVE_MODELS = [
         },
         "chunked_attention",
     ),
+    (
+        "llama4_text",
+        {
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 32,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "layer_types": ["full_attention", "full_attention"],
+        },
+        "attention temperature",
+    ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("model_type", "overrides", "reason"), NATIVE_MODELS, ids=["mamba", "bloom", "dynamic-rope", "llama4"]
+    ("model_type", "overrides", "reason"),
+    NATIVE_MODELS,
+    ids=["mamba", "bloom", "dynamic-rope", "llama4", "llama4-temperature"],
 )
 def test_what_orca_cannot_run_goes_native_with_its_reason(model_type, overrides, reason, caplog):
     model = make_model(model_type, **overrides)

@@ -40,6 +40,8 @@ CASES = {
     "mask of other values": {"attention_mask": torch.tensor([[3] * 11])},
     "another device": {"input_ids": torch.zeros((1, 3), dtype=torch.long, device="meta")},
     "float ids": {"input_ids": torch.tensor([[5.0, 6.0]])},
+    "pad outside the vocabulary": {**pad_left(PROMPTS), "pad_token_id": VOCAB, "eos_token_id": list(range(3, 60))},
+    "16-bit ids": {"input_ids": torch.tensor([[5, 6]], dtype=torch.int16)},
     "temperature 0": {"do_sample": True, "temperature": 0.0},
     "top_p 2": {"do_sample": True, "top_p": 2.0},
     "unknown argument": {"no_such_argument": 3},

@@ -1,6 +1,8 @@
 """Promises of the engine: threads share one batch, one call's failure is its own, and nothing is lost."""
 
+import copy
 import os
+import pickle
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -197,16 +199,18 @@ def test_an_interruption_or_error_in_the_forward_leaves_everything_usable(monkey
     expected = model.generate(**batch)
     seen = []
 
-    def interrupt(module, args):
-        seen.append(module)
+    attention = type(model.model.layers[0].self_attn)
+    plain = attention.forward
+
+    def interrupt(self, *args, **kwargs):
+        seen.append(self)
         if len(seen) == at * len(model.model.layers) + 2:
             raise error("in the middle")
+        return plain(self, *args, **kwargs)
 
-    handles = [layer.register_forward_pre_hook(interrupt) for layer in model.model.layers]
-    with pytest.raises(error):
+    with monkeypatch.context() as patch, pytest.raises(error):
+        patch.setattr(attention, "forward", interrupt)
         model.generate(**batch)
-    for handle in handles:
-        handle.remove()
     assert_idle(model)
     assert torch.equal(model.generate(**batch), expected)
 
@@ -230,35 +234,67 @@ def test_a_call_from_inside_a_callback_runs_natively():
     assert_idle(model)
 
 
-def test_a_forward_of_another_thread_during_an_iteration_is_native():
-    """The switch to Orca's attention belongs to the thread that runs the iteration."""
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_another_threads_use_of_the_model_during_an_iteration_is_native(monkeypatch, implementation):
+    """The switch to Orca's attention belongs to the thread that runs the iteration; copies do not take it along."""
     model = make_model()
+    model.set_attn_implementation(implementation)
     batch = pad_left(PROMPTS)
+    mask = batch["attention_mask"].bool()
     with torch.no_grad():
         expected = model(**batch).logits
-    for implementation in ("sdpa", "eager"):
-        model.set_attn_implementation(implementation)
+    orca_hf.wrap(model, CONFIG)
+    model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=20, do_sample=False)
+    found, copies = [], []
+
+    def forward():
+        with torch.no_grad():
+            found.append(model(**batch).logits)
+        copies.append(copy.deepcopy(model))
+        copies.append(pickle.loads(pickle.dumps(model)))
+
+    layer = type(model.model.layers[0])
+    plain = layer.forward
+
+    def meanwhile(self, *args, **kwargs):
+        if threading.current_thread() is threading.main_thread() and self is model.model.layers[1] and len(found) < 2:
+            thread = threading.Thread(target=forward)
+            thread.start()
+            thread.join()
+        return plain(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layer, "forward", meanwhile)
+        model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=20, do_sample=False)
+    assert len(found) == 2
+    for twin in copies:
+        assert twin.config._attn_implementation == implementation
+        with torch.no_grad():
+            twin.lm_head.weight.neg_()
+            found.append(-twin(**batch).logits)
+    for logits in found:
+        torch.testing.assert_close(logits[mask], expected[mask], atol=1e-4, rtol=1e-4)
+
+
+def test_two_models_that_share_a_config_and_run_at_once_leave_it_whole():
+    first, second = make_model(), make_model(seed=1)
+    second.config = second.model.config = first.config
+    for module in second.modules():
+        if hasattr(module, "config"):
+            module.config = first.config
+    prompt = torch.tensor([PROMPTS[0]])
+    expected = [model.generate(prompt, max_new_tokens=40, do_sample=False) for model in (first, second)]
+    for model in (first, second):
         orca_hf.wrap(model, CONFIG)
-        found = []
 
-        def other_thread(module, args, found=found):
-            def forward():
-                with torch.no_grad():
-                    found.append(model(**batch).logits)
+    def generate(model):
+        return [model.generate(prompt, max_new_tokens=40, do_sample=False) for _ in range(4)]
 
-            if threading.current_thread() is threading.main_thread() and len(found) < 2:
-                thread = threading.Thread(target=forward)
-                thread.start()
-                thread.join()
-
-        handle = model.model.layers[1].register_forward_pre_hook(other_thread)
-        model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=3, do_sample=False)
-        handle.remove()
-        assert len(found) == 2
-        for logits in found:
-            mask = batch["attention_mask"].bool()
-            torch.testing.assert_close(logits[mask], expected[mask], atol=1e-4, rtol=1e-4)
-        orca_hf.unwrap(model)
+    with ThreadPoolExecutor(2) as threads:
+        results = list(threads.map(generate, (first, second)))
+    for outputs, native in zip(results, expected, strict=True):
+        assert all(torch.equal(output, native) for output in outputs)
+    assert first.config._attn_implementation == "sdpa"
 
 
 def test_rows_leave_the_batch_as_they_finish():
@@ -297,17 +333,24 @@ def test_memory_is_given_back_when_idle_if_the_settings_say_so():
 
 
 def test_logits_are_computed_only_for_rows_that_sample(monkeypatch):
-    model = orca_hf.wrap(make_model(), OrcaConfig(max_batch_size=4, max_batch_tokens=6, max_slots=512))
-    shapes = []
-    model.lm_head.register_forward_hook(lambda module, args, output: shapes.append(output.shape[1]))
-    kept = []
-    run = ModelRunner.run
+    model = orca_hf.wrap(
+        make_model(), OrcaConfig(max_batch_size=4, max_batch_tokens=6, max_slots=512, pack_weights=False)
+    )
+    model.generate(**pad_left(PROMPTS), max_new_tokens=1)
+    shapes, kept = [], []
+    run, linear = ModelRunner.run, torch.nn.Linear.forward
 
-    def recording(self, iteration, remaining=0):
+    def recording_run(self, iteration, remaining=0):
         kept.append(max(1, sum(step.samples for step in iteration.steps)))
         return run(self, iteration, remaining)
 
-    monkeypatch.setattr(ModelRunner, "run", recording)
+    def recording_linear(self, hidden):
+        if self is model.lm_head:
+            shapes.append(hidden.shape[1])
+        return linear(self, hidden)
+
+    monkeypatch.setattr(ModelRunner, "run", recording_run)
+    monkeypatch.setattr(torch.nn.Linear, "forward", recording_linear)
     model.generate(**pad_left(PROMPTS), max_new_tokens=4, do_sample=False)
     assert shapes == kept
     assert max(shapes) <= 4

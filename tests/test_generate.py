@@ -68,6 +68,33 @@ class BanAfter(LogitsProcessor):
         return scores
 
 
+class WritesIntoTokens(LogitsProcessor):
+    """Changes what it is shown, which natively are the tokens themselves."""
+
+    def __call__(self, input_ids, scores):
+        input_ids[:, 0] = input_ids.view(-1)[-1]
+        return scores
+
+
+class DrawsItself(LogitsProcessor):
+    """Gumbel noise from the default generator."""
+
+    def __call__(self, input_ids, scores):
+        return scores - torch.rand_like(scores).log().neg().log()
+
+
+class ColumnCriterion(StoppingCriteria):
+    """Of the shape that transformers' documentation gives."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.zeros((input_ids.shape[0], 1), dtype=torch.bool)
+
+
+class LaterLength(MaxLengthCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.max_length + 3)
+
+
 class StopAt(StoppingCriteria):
     """A user's criterion that looks at all rows: each ends when the first row has an even token."""
 
@@ -100,6 +127,8 @@ OPTIONS = {
     "renormalize": {"renormalize_logits": True, "repetition_penalty": 1.2},
     "processor of a user": {"logits_processor": lambda: LogitsProcessorList([BanAfter()])},
     "criterion of a user": {"stopping_criteria": lambda: StoppingCriteriaList([StopAt()])},
+    "processor that writes into the tokens": {"logits_processor": lambda: LogitsProcessorList([WritesIntoTokens()])},
+    "processor that draws": {"logits_processor": lambda: LogitsProcessorList([DrawsItself()]), "do_sample": True},
     "criterion and eos": {"stopping_criteria": lambda: StoppingCriteriaList([StopAt()]), "eos_token_id": 61},
     "several sequences": {"do_sample": True, "num_return_sequences": 3},
     "sample": {"do_sample": True},
@@ -188,6 +217,20 @@ def test_the_returned_cache_is_natives(twins):
             torch.testing.assert_close(found[seen], expected[seen], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("criterion", [ColumnCriterion, lambda: LaterLength(15)], ids=["column", "later length"])
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"eos_token_id": 33}], ids=str)
+def test_criteria_of_an_odd_kind_are_answered_as_natively(twins, criterion, options):
+    results = []
+    for model in twins:
+        torch.manual_seed(0)
+        made = {**arguments(options), "stopping_criteria": StoppingCriteriaList([criterion()])}
+        try:
+            results.append((model.generate(**made).tolist(), torch.rand(1).item()))
+        except RuntimeError as error:
+            results.append(str(error))
+    assert results[0] == results[1]
+
+
 MASKS = {
     "left": [[0, 0, 1, 1], [1, 1, 1, 1]],
     "none": [[1, 1, 1, 1], [1, 1, 1, 1]],
@@ -195,6 +238,7 @@ MASKS = {
     "hole": [[1, 0, 1, 1], [1, 1, 1, 1]],
     "both sides": [[0, 1, 1, 0], [1, 1, 1, 1]],
     "bool": [[False, True, True, True], [True, True, True, True]],
+    "float": [[0.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]],
     "a row of padding": [[0, 0, 0, 0], [1, 1, 1, 1]],
 }
 

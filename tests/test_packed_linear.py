@@ -80,6 +80,8 @@ CHANGES = {
     "one bit": flip_lowest_bit,
     "two columns": exchange,
     "two rows": lambda weight: weight[:2].copy_(weight[:2].flip(0).clone()),
+    "signs of every other column": lambda weight: weight[:, 1::2].neg_(),
+    "columns of the later rows": lambda weight: weight[8:].copy_(weight[8:].roll(2, 1).clone()),
     "all": lambda weight: weight.mul_(2),
 }
 

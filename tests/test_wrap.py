@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import PROMPTS, make_model, pad_left
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM, LlamaForCausalLM
 
 import orca_hf
 from orca_hf import ConfigError, ModelError, OrcaConfig
@@ -182,6 +182,49 @@ def test_the_next_call_sees_what_was_done_to_the_model(name):
     else:
         assert model.generate(**BATCH).shape == expected.shape
     assert model.generate.engines[0].runner.pool.layers[0].key.dtype == model.dtype
+
+
+@pytest.mark.parametrize("when", ["before the first call", "after it"])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("a hook", "forward hook"), ("a forward of the user's", "forward of its own"), ("an attention", "implementation")],
+)
+def test_what_would_see_one_flat_row_goes_native(name, reason, when):
+    """A user's hook, forward or attention may look at rows and positions of a batch, which Orca lays out otherwise."""
+    model = orca_hf.wrap(make_model(), OrcaConfig(max_slots=512))
+    if when == "after it":
+        model.generate(**BATCH)
+    if name == "an attention":
+        AttentionInterface.register("mine", AttentionInterface()["sdpa"])
+        model.set_attn_implementation("mine")
+    else:
+        CHANGES[name](model)
+    explanation = orca_hf.explain(model)
+    assert explanation.runs_by == "native"
+    assert reason in str(explanation)
+
+
+def test_a_module_that_does_not_use_the_interface_is_noticed_when_it_comes():
+    class Mean(nn.Module):
+        def forward(self, hidden_states, **kwargs):
+            return hidden_states.mean(1, keepdim=True).expand_as(hidden_states), None
+
+    results = []
+    for wrapped in (False, True):
+        model = make_model()
+        if wrapped:
+            orca_hf.wrap(model, OrcaConfig(max_slots=512)).generate(**BATCH)
+        model.model.layers[1].self_attn = Mean()
+        results.append(model.generate(**BATCH))
+    assert torch.equal(*results)
+
+
+def test_a_reason_that_has_gone_is_not_held_against_the_model(monkeypatch):
+    model = orca_hf.wrap(make_model(), OrcaConfig(max_slots=512))
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model.model), "forward", lambda self, **kwargs: 1 / 0)
+        assert "ZeroDivisionError" in str(orca_hf.explain(model))
+    assert orca_hf.explain(model).runs_by == "orca"
 
 
 def test_training_mode_without_dropout_runs_by_orca_and_with_it_natively():
