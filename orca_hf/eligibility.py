@@ -47,7 +47,7 @@ _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _KNOWN_INPUTS = frozenset({"input_ids", "attention_mask", "use_cache", "return_dict"})
 
 
-def model_reasons(model: PreTrainedModel) -> list[str]:
+def model_reasons(model: PreTrainedModel, modules: tuple[nn.Module, ...]) -> list[str]:
     """Why `model` as such cannot be run by Orca; empty if nothing speaks against trying."""
     reasons = []
     config = model.config
@@ -75,7 +75,7 @@ def model_reasons(model: PreTrainedModel) -> list[str]:
         reasons.append(f"layers of type {', '.join(sorted(map(str, other_layers)))} are not run by Orca")
     if getattr(text_config, "attn_temperature_tuning", False):
         reasons.append("attention temperature by the position in a cache is not run by Orca")
-    attention = {each._attn_implementation for each in attention_configs(model)}
+    attention = {each._attn_implementation for each in attention_configs(modules)}
     # A name in use by an iteration at this moment compares equal to ours; it stands for a stock one.
     if other_attention := attention - _STOCK_ATTENTION - {IMPLEMENTATION}:
         reasons.append(f"attention implementation {', '.join(sorted(map(str, other_attention)))} may be another")
@@ -97,16 +97,16 @@ def _rope_types(parameters: Any) -> set[str]:
     return {kind for nested in parameters.values() for kind in _rope_types(nested)}
 
 
-def module_reasons(model: PreTrainedModel) -> list[str]:
-    """What a user has hung into `model` that would see one flat row of tokens where natively it sees a batch."""
-    for name, module in model.named_modules():
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if not all(str(getattr(hook, "__module__", None)).startswith(_HARMLESS_HOOKS) for hook in hooks):
-            return [f"{name or type(model).__name__} has a forward hook"]
+def module_reasons(modules: tuple[nn.Module, ...]) -> list[str]:
+    """What a user has hung into one of a model's `modules` that would see a flat row of tokens instead of a batch."""
+    for module in modules:
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            if not str(getattr(hook, "__module__", None)).startswith(_HARMLESS_HOOKS):
+                return [f"a {type(module).__name__} has a forward hook"]
         forward = module.__dict__.get("forward")
         # accelerate moves inputs and weights between devices that way, and nothing else.
         if forward is not None and not (hasattr(module, "_hf_hook") or is_packed_forward(forward)):
-            return [f"{name or type(model).__name__} has a forward of its own"]
+            return [f"a {type(module).__name__} has a forward of its own"]
     return []
 
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput, MaxLengthCriteria, StopStringCriteria
 
@@ -77,10 +77,11 @@ class OrcaGenerate:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """generate() of the wrapped model: same arguments, same result, same errors."""
         arguments = self._bind(args, kwargs)
-        reasons, generation_config = self._reasons(arguments)
+        modules = tuple(self.model.modules())  # one walk for all who look at them: a third of a short call's overhead
+        reasons, generation_config = self._reasons(arguments, modules)
         engine = None
         if not reasons:
-            engine, reasons = self._find_engine()
+            engine, reasons = self._find_engine(modules)
         if engine is None or reasons:
             self._log_native(reasons)
             return self._native(*args, **kwargs)
@@ -89,7 +90,8 @@ class OrcaGenerate:
     def explain(self, **kwargs: Any) -> list[str]:
         """Every reason why a call with these arguments goes to the native path; empty if Orca runs it."""
         arguments = self._bind((), kwargs)
-        reasons, generation_config = self._reasons(arguments)
+        modules = tuple(self.model.modules())
+        reasons, generation_config = self._reasons(arguments, modules)
         input_ids = arguments.get("inputs")
         if input_ids is None:
             input_ids = arguments["kwargs"].get("input_ids")
@@ -101,7 +103,7 @@ class OrcaGenerate:
                 _max_length(generation_config, input_ids.shape[-1]),
             )
         if not reasons:
-            reasons += self._find_engine()[1]
+            reasons += self._find_engine(modules)[1]
         return reasons
 
     def release(self) -> None:
@@ -130,10 +132,10 @@ class OrcaGenerate:
         bound.arguments.setdefault("kwargs", {})
         return bound.arguments
 
-    def _reasons(self, arguments: dict[str, Any]) -> tuple[list[str], GenerationConfig]:
+    def _reasons(self, arguments: dict[str, Any], modules: tuple[nn.Module, ...]) -> tuple[list[str], GenerationConfig]:
         options = {name: value for name, value in arguments["kwargs"].items() if name not in _NOT_FOR_CONFIG}
         merged, _ = self._private("_prepare_generation_config")(arguments.get("generation_config"), **options)
-        reasons = model_reasons(self.model) + module_reasons(self.model) + training_reasons(self.model)
+        reasons = model_reasons(self.model, modules) + module_reasons(modules) + training_reasons(self.model)
         return reasons + call_reasons(self.model, arguments, merged), merged
 
     def _log_native(self, reasons: list[str]) -> None:
@@ -142,24 +144,24 @@ class OrcaGenerate:
                 self._logged.add(reason)
                 logger.warning("generate() runs natively, without Orca: %s.", reason)
 
-    def _find_engine(self) -> tuple[Engine | None, list[str]]:
+    def _find_engine(self, modules: tuple[nn.Module, ...]) -> tuple[Engine | None, list[str]]:
         autocast = autocast_state(self.model.device)
         if any(engine.driven_by_this_thread for engine in self.engines):
             return None, ["generate() is called from inside a processor, criterion or streamer of a running call"]
         with self._lock:
             engine = self._engines.get(autocast)
-            if engine is not None and engine.idle and engine.runner.is_stale():
+            if engine is not None and engine.idle and engine.runner.is_stale(modules):
                 engine = None  # whoever still runs on it holds it; its memory goes when they are done
             if engine is not None:
                 return engine, []
             structure, why = self._unsupported.get(autocast, (None, ""))
-            if structure is None or structure != model_structure(self.model):
+            if structure is None or structure != model_structure(modules):
                 try:
                     engine = Engine(ModelRunner(self.model, self.config, autocast), self.config)
                 except UnsupportedError as reason:
                     self._engines.pop(autocast, None)
                     why = str(reason)
-                    self._unsupported[autocast] = model_structure(self.model), why
+                    self._unsupported[autocast] = model_structure(modules), why
                 except OrcaError:
                     raise
                 except Exception as error:  # noqa: BLE001 - whatever a model not made for this raises; it may pass

@@ -3,7 +3,7 @@
 Plain attribute writes on modules and configs, microseconds each way. Between iterations the model is the user's.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from threading import Lock
 from weakref import WeakKeyDictionary
@@ -15,11 +15,11 @@ from orca_hf.attention import orca_attention
 from orca_hf.packed_linear import Forwards
 
 
-def attention_configs(model: PreTrainedModel) -> tuple[PretrainedConfig, ...]:
-    """Every config object that `model` or one of its parts reads its attention implementation from, parents first."""
+def attention_configs(modules: Iterable[nn.Module]) -> tuple[PretrainedConfig, ...]:
+    """Every config object that one of a model's `modules` reads its attention implementation from, parents first."""
     found: dict[int, PretrainedConfig] = {}
-    for module in model.modules():
-        config = getattr(module, "config", None)
+    for module in modules:
+        config = module.__dict__.get("config")
         if isinstance(config, PretrainedConfig):
             found.setdefault(id(config), config)
     return tuple(found.values())

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from orca_hf.attention import AttentionContext, attention_context
@@ -49,16 +49,16 @@ class ModelRunner:
         self.autocast = autocast
         self.pool = KVPool(0)
         self.packed = PackedLinears()
-        self._configs = attention_configs(model)
-        self._structure = model_structure(model)
+        self._configs = attention_configs(model.modules())
+        self._structure = model_structure(tuple(model.modules()))
         self._accepts = frozenset(inspect.signature(type(model).forward).parameters)
         self._iterations = 0
         self._verified = False
         self._busy_s = 0.0  # time in forwards since a thread began to drive
 
-    def is_stale(self) -> bool:
-        """Whether the model's modules, dtypes or devices are no longer those this runner was made for."""
-        return self._structure != model_structure(self.model)
+    def is_stale(self, modules: tuple[nn.Module, ...]) -> bool:
+        """Whether the model, now of these `modules`, is no longer what this runner was made for."""
+        return self._structure != model_structure(modules)
 
     def make_pool(self) -> int:
         """Learn each layer's K/V shape from a trial iteration, then make the pool.
@@ -219,8 +219,8 @@ class ModelRunner:
         return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
-def model_structure(model: PreTrainedModel) -> tuple[Any, ...]:
+def model_structure(modules: tuple[nn.Module, ...]) -> tuple[Any, ...]:
     """What a runner takes for granted: the modules, their attention's names, the parameters' dtypes and devices."""
-    modules = tuple(id(module) for module in model.modules())
-    names = tuple(config._attn_implementation for config in attention_configs(model))
-    return modules, names, tuple((parameter.dtype, parameter.device) for parameter in model.parameters())
+    names = tuple(config._attn_implementation for config in attention_configs(modules))
+    parameters = [parameter for module in modules for parameter in module._parameters.values() if parameter is not None]
+    return tuple(map(id, modules)), names, [(parameter.dtype, parameter.device) for parameter in parameters]
