@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 # Arguments of generate() that its preparing of a configuration does not take.
 _NOT_FOR_CONFIG = ("tokenizer", "assistant_tokenizer", "trust_remote_code")
+# The output's field for the K/V states; transformers renamed it on its way through version 5.
+_CACHE_FIELD = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
 
 
 class OrcaGenerate:
@@ -274,12 +276,13 @@ class _Run:
             generation.close(discard=isinstance(generation.error, UnsupportedError) and not self.has_tokens)
         if not self.generation_config.return_dict_in_generate:
             return generation.sequences()
-        return GenerateDecoderOnlyOutput(
-            sequences=generation.sequences(),  # type: ignore[arg-type]
-            scores=tuple(generation.scores) if self.options.output_scores else None,  # type: ignore[arg-type]
-            logits=tuple(generation.logits) if self.options.output_logits else None,  # type: ignore[arg-type]
-            cache=_as_cache(generation, model),
-        )
+        fields: dict[str, Any] = {
+            "sequences": generation.sequences(),
+            "scores": tuple(generation.scores) if self.options.output_scores else None,
+            "logits": tuple(generation.logits) if self.options.output_logits else None,
+            _CACHE_FIELD: _as_cache(generation, model),
+        }
+        return GenerateDecoderOnlyOutput(**fields)
 
 
 def _own_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
