@@ -2,8 +2,8 @@
 
 Every Python thread that runs a parallel PyTorch operation on the CPU gets OpenMP threads of its own, which stay when
 it is done. GNU OpenMP counts them all, and when there are more of them than cores, even sleeping ones, its threads
-wait for each other in the kernel instead of on the core. Measured on two cores, a decode iteration's linears then take
-1.9 times as long, on one thread or on two. So a thread that has driven the engine gives its OpenMP threads back; they
+wait for each other in the kernel instead of on the core. Measured on two cores, a packed linear of 576 x 576 at 16
+rows then takes 140 us instead of 73. So a thread that has driven the engine gives its OpenMP threads back; they
 come again, in about 0.1 ms, when it needs them.
 """
 
