@@ -157,7 +157,7 @@ class OrcaGenerate:
             if engine is not None:
                 return engine, []
             structure, why = self._unsupported.get(autocast, (None, ""))
-            if structure is None or structure != model_structure(modules):
+            if structure != model_structure(modules):
                 try:
                     engine = Engine(ModelRunner(self.model, self.config, autocast), self.config)
                 except UnsupportedError as reason:
@@ -197,7 +197,9 @@ class OrcaGenerate:
             if position_ids is not None and position_ids.shape[-2:] != input_ids.shape:
                 # generate() derives them from a mask of ones before it drops the mask.
                 reasons.append("attention_mask has another shape than the input")
-            if (pad := generation_config._pad_token_tensor) is not None and not 0 <= int(pad) < _vocab_size(model):
+            if (pad := generation_config._pad_token_tensor) is not None and not 0 <= int(
+                pad
+            ) < engine.runner.vocab_size:
                 reasons.append(f"pad_token_id {int(pad)} is outside the vocabulary")
             if pad is None and any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria):
                 reasons.append("rows can end early and there is no pad_token_id")
@@ -261,8 +263,8 @@ class _Run:
         self.has_tokens = False
 
     def __call__(self, streamer: Streamer | None, model: PreTrainedModel) -> Tensor | GenerateDecoderOnlyOutput:
-        _check_token_ids(self.prompts, model)
-        max_new_tokens = max(1, self.options.max_length - self.input_ids.shape[1])
+        _check_token_ids(self.prompts, self.engine.runner.vocab_size)
+        max_new_tokens = self.options.max_new_tokens(self.input_ids.shape[1])
         fits = self.engine.fits_at_once([len(prompt) for prompt in self.prompts], max_new_tokens)
         must = self.options.must_lockstep(len(self.prompts), streamer is not None)
         if must and not fits:
@@ -294,8 +296,7 @@ def _own_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[i
     return [row[len(row) - length :] for row, length in zip(rows, lengths, strict=True)]
 
 
-def _check_token_ids(prompts: list[list[int]], model: PreTrainedModel) -> None:
-    vocab_size = _vocab_size(model)
+def _check_token_ids(prompts: list[list[int]], vocab_size: int) -> None:
     for row, prompt in enumerate(prompts):
         if min(prompt) < 0 or max(prompt) >= vocab_size:
             wrong = next(token for token in prompt if not 0 <= token < vocab_size)
@@ -303,12 +304,6 @@ def _check_token_ids(prompts: list[list[int]], model: PreTrainedModel) -> None:
                 f"Row {row} has token id {wrong}, but the model's vocabulary is 0 to {vocab_size - 1}; is this the "
                 "model's own tokenizer?"
             )
-
-
-def _vocab_size(model: PreTrainedModel) -> int:
-    embedding = model.get_input_embeddings().weight
-    assert isinstance(embedding, Tensor)
-    return embedding.shape[0]
 
 
 def _end(streamer: Streamer | None) -> None:

@@ -56,6 +56,11 @@ class ModelRunner:
         self._verified = False
         self._busy_s = 0.0  # time in forwards since a thread began to drive
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that the model has an embedding for."""
+        return self._embedding().shape[0]
+
     def is_stale(self, modules: tuple[nn.Module, ...]) -> bool:
         """Whether the model, now of these `modules`, is no longer what this runner was made for."""
         return self._structure != model_structure(modules)
@@ -85,8 +90,7 @@ class ModelRunner:
         Raises:
             UnsupportedError: They differ beyond rounding.
         """
-        vocab_size = self._embedding().shape[0]
-        requests = [Request([(31 * i + 7 * length) % vocab_size for i in range(length)], 1) for length in (7, 4)]
+        requests = [Request([(31 * i + 7 * length) % self.vocab_size for i in range(length)], 1) for length in (7, 4)]
         blocks = -(-max(len(request.prompt) for request in requests) // self.config.block_size)
         self.pool = KVPool(len(requests) * blocks * self.config.block_size)
         for index, request in enumerate(requests):

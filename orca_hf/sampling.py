@@ -57,8 +57,7 @@ class Generation:
         self.logits: list[Tensor] = []
         self.kv_states: list[tuple[Tensor, Tensor]] | None = None
         num_rows, self.prompt_len = input_ids.shape
-        # A criterion of the user's may be below the prompt already; the native loop looks at it after a first token.
-        self.max_new_tokens = max(1, options.max_length - self.prompt_len)
+        self.max_new_tokens = options.max_new_tokens(self.prompt_len)
         self.requests = [Request(prompt, self.max_new_tokens, owner=self) for prompt in prompts]
         self._row_of = {id(request): row for row, request in enumerate(self.requests)}
         self._eos = options.eos_token_ids
@@ -156,7 +155,8 @@ class Generation:
         processors = options.processors if every_row else _for_rows(options.processors, rows)
         shown = self._shown(ids, length)
         scores = processors(shown, logits)  # type: ignore[arg-type]
-        ids[:, :length] = shown  # natively what a user's processor writes into the tokens stays there
+        if options.has_foreign_code:
+            ids[:, :length] = shown  # natively what a user's processor writes into the tokens stays there
         if options.output_scores:
             self.scores.append(scores)
         if options.output_logits:

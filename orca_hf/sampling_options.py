@@ -1,6 +1,8 @@
 """What one generate() call asks of the sampling, and whether its rows may be looked at one by one."""
 
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
@@ -58,7 +60,7 @@ _ROW_BY_ROW_PROCESSORS = frozenset({
 _ROW_BY_ROW_CRITERIA = frozenset({EosTokenCriteria, MaxLengthCriteria, StopStringCriteria})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: what is derived is kept, for it is asked for at every step
 class SamplingOptions:
     """What one generate() call asks for, as generate() itself prepared it.
 
@@ -82,6 +84,13 @@ class SamplingOptions:
     output_logits: bool = False
     output_cache: bool = False
 
+    def max_new_tokens(self, prompt_len: int) -> int:
+        """Most tokens of a row whose prompt, padding included, has `prompt_len`.
+
+        A criterion of the user's may be below the prompt already; the native loop looks at it after a first token.
+        """
+        return max(1, self.max_length - prompt_len)
+
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """Tokens that end a row."""
@@ -92,7 +101,7 @@ class SamplingOptions:
             for token in torch.as_tensor(criterion.eos_token_id).reshape(-1).tolist()
         )
 
-    @property
+    @cached_property
     def ends_by_eos(self) -> bool:
         """Whether a row that ended is continued by pad tokens; natively so only with an EOS criterion."""
         return any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
@@ -100,35 +109,36 @@ class SamplingOptions:
     @property
     def is_plain_greedy(self) -> bool:
         """Whether the next token is the largest logit, and only length and EOS end a row."""
-        return not (self.do_sample or self.processors or self.needs_all_rows) and {
-            type(criterion) for criterion in self.criteria
-        } <= {EosTokenCriteria, MaxLengthCriteria}
+        return not (self.do_sample or self.processors or self.needs_all_rows) and self._ends_only_by(
+            {EosTokenCriteria, MaxLengthCriteria}
+        )
 
-    @property
+    @cached_property
     def has_foreign_code(self) -> bool:
         """Whether a processor or criterion takes part of which nothing is known."""
-        processors = {type(processor) for processor in self.processors}
-        criteria = {type(criterion) for criterion in self.criteria}
-        return not (processors <= _ROW_BY_ROW_PROCESSORS and criteria <= _ROW_BY_ROW_CRITERIA | {MaxTimeCriteria})
+        return self._has_foreign_processor or not self._ends_only_by(_ROW_BY_ROW_CRITERIA | {MaxTimeCriteria})
 
-    @property
+    @cached_property
     def needs_all_rows(self) -> bool:
         """Whether even a row that ended must be computed on: someone is shown its logits or K/V, or it goes on."""
-        processors = {type(processor) for processor in self.processors}
-        criteria = {type(criterion) for criterion in self.criteria}
         return (
             self.output_scores
             or self.output_logits
             or self.output_cache
-            or not processors <= _ROW_BY_ROW_PROCESSORS
-            or (not self.ends_by_eos and not criteria <= {MaxLengthCriteria})
+            or self._has_foreign_processor
+            or (not self.ends_by_eos and not self._ends_only_by({MaxLengthCriteria}))
         )
+
+    @property
+    def _has_foreign_processor(self) -> bool:
+        return not {type(processor) for processor in self.processors} <= _ROW_BY_ROW_PROCESSORS
+
+    def _ends_only_by(self, kinds: AbstractSet[type]) -> bool:
+        return {type(criterion) for criterion in self.criteria} <= kinds
 
     def must_lockstep(self, num_rows: int, has_streamer: bool) -> bool:
         """Whether someone looks at all rows together, who must find them at the same token."""
-        criteria = {type(criterion) for criterion in self.criteria}
-        together = has_streamer or not criteria <= _ROW_BY_ROW_CRITERIA | {MaxTimeCriteria}
-        return self.needs_all_rows or (num_rows > 1 and together)
+        return self.needs_all_rows or (num_rows > 1 and (has_streamer or self.has_foreign_code))
 
     def wants_lockstep(self, num_rows: int) -> bool:
         """Whether rows in step give native's very result, where rows apart would give an equally good one.
