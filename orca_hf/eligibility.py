@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerationMode
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 
@@ -203,6 +203,37 @@ def input_reasons(
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and max_length is not None and own_length + max_length - input_ids.shape[1] > limit:
         reasons.append(f"rows may grow beyond the model's {limit} positions")
+    return reasons
+
+
+def prepared_reasons(
+    input_ids: Tensor,
+    position_ids: Tensor | None,
+    pad_token_id: Tensor | None,
+    criteria: StoppingCriteriaList,
+    max_length: int | None,
+    vocab_size: int,
+) -> list[str]:
+    """Why Orca cannot run what generate() has prepared from a call.
+
+    Args:
+        input_ids: (num_rows, prompt_len).
+        position_ids: (num_rows, prompt_len), or with dimensions before these, or None.
+        pad_token_id: () or None.
+        criteria: When a row ends.
+        max_length: The length at which one of them ends it, None if none does.
+        vocab_size: Token ids that the model has an embedding for.
+    """
+    reasons = []
+    if position_ids is not None and position_ids.shape[-2:] != input_ids.shape:
+        # generate() derives them from a mask of ones before it drops the mask.
+        reasons.append("attention_mask has another shape than the input")
+    if pad_token_id is not None and not 0 <= int(pad_token_id) < vocab_size:
+        reasons.append(f"pad_token_id {int(pad_token_id)} is outside the vocabulary")
+    if pad_token_id is None and any(hasattr(criterion, "eos_token_id") for criterion in criteria):
+        reasons.append("rows can end early and there is no pad_token_id")
+    if max_length is None:
+        reasons.append("no criterion limits the length")
     return reasons
 
 

@@ -22,6 +22,7 @@ from orca_hf.eligibility import (
     input_reasons,
     model_reasons,
     module_reasons,
+    prepared_reasons,
     training_reasons,
 )
 from orca_hf.engine import Engine
@@ -193,18 +194,14 @@ class OrcaGenerate:
             attention_mask = model_kwargs.get("attention_mask")
             max_length = _max_length_of(stopping_criteria)
             reasons = input_reasons(model, input_ids, attention_mask, max_length)
-            position_ids = model_kwargs.get("position_ids")
-            if position_ids is not None and position_ids.shape[-2:] != input_ids.shape:
-                # generate() derives them from a mask of ones before it drops the mask.
-                reasons.append("attention_mask has another shape than the input")
-            if (pad := generation_config._pad_token_tensor) is not None and not 0 <= int(
-                pad
-            ) < engine.runner.vocab_size:
-                reasons.append(f"pad_token_id {int(pad)} is outside the vocabulary")
-            if pad is None and any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria):
-                reasons.append("rows can end early and there is no pad_token_id")
-            if max_length is None:
-                reasons.append("no criterion limits the length")
+            reasons += prepared_reasons(
+                input_ids,
+                model_kwargs.get("position_ids"),
+                generation_config._pad_token_tensor,
+                stopping_criteria,
+                max_length,
+                engine.runner.vocab_size,
+            )
             if not reasons:
                 run = _Run(engine, input_ids, attention_mask, logits_processor, stopping_criteria, generation_config)
                 try:
