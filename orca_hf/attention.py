@@ -48,8 +48,8 @@ class AttentionContext:
         pool: K/V memory.
         batch: Which tokens belong to whom.
         modules: Attention modules that have run, each of which may run once.
-        mask_windows: Window sizes that the model asked a mask for.
-        windows: Window sizes that the attention modules passed on; None for those without one.
+        mask_windows: Window or chunk sizes that the model asked a mask for.
+        windows: Window or chunk sizes of the attention modules; None for those without one.
     """
 
     pool: KVPool
@@ -57,13 +57,18 @@ class AttentionContext:
     modules: set[nn.Module] = field(default_factory=set)
     mask_windows: set[int] = field(default_factory=set)
     windows: set[int | None] = field(default_factory=set)
-    _by_device: dict[torch.device, RaggedBatch] = field(default_factory=dict)
+    _views: dict[tuple[torch.device, int | None], RaggedBatch] = field(default_factory=dict)
 
-    def batch_on(self, device: torch.device) -> RaggedBatch:
-        """The batch on `device`: copied there once in an iteration."""
-        found = self._by_device.get(device)
+    def batch_on(self, device: torch.device, chunk_size: int | None = None) -> RaggedBatch:
+        """The batch on `device`, cut into chunks of `chunk_size` positions if given: made once in an iteration."""
+        found = self._views.get((device, chunk_size))
         if found is None:
-            found = self._by_device[device] = self.batch.to(device)
+            if chunk_size is not None and chunk_size % self.batch.block_size:
+                raise UnsupportedError(
+                    f"its chunks of {chunk_size} positions are no multiple of block_size {self.batch.block_size}"
+                )
+            batch = self.batch if chunk_size is None else self.batch.chunked(chunk_size)
+            found = self._views[device, chunk_size] = batch.to(device)
         return found
 
     def check(self) -> None:
@@ -221,8 +226,10 @@ def attention_forward(
         raise UnsupportedError(
             f"{type(module).__name__} reshapes its tokens: query {tuple(query.shape)}, key {tuple(key.shape)}"
         )
+    chunk_size = _chunk_size(module)
     context.modules.add(module)
-    context.windows.add(sliding_window)
+    # The native cache keeps a chunk's worth of tokens where it would keep a window's.
+    context.windows.add(sliding_window if chunk_size is None else chunk_size)
 
     key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)
     cache = context.pool.layer(module, key, value)
@@ -232,7 +239,7 @@ def attention_forward(
         query[0].transpose(0, 1),
         cache.key,
         cache.value,
-        batch,
+        context.batch_on(query.device, chunk_size),
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window=sliding_window,
         softcap=softcap,
@@ -251,6 +258,16 @@ def attention_mask(*args: Any, config: PretrainedConfig, **kwargs: Any) -> Any:
     if kwargs.get("local_size") is not None:
         context.mask_windows.add(kwargs["local_size"])
     return None
+
+
+def _chunk_size(module: nn.Module) -> int | None:
+    """The chunk of positions that `module` attends within, as its config says; None if it sees all before it."""
+    layer_types = getattr(module.config, "layer_types", None)
+    layer = getattr(module, "layer_idx", None)
+    if layer_types is None or layer is None or layer_types[layer] != "chunked_attention":
+        return None
+    chunk_size: int = module.config.attention_chunk_size
+    return chunk_size
 
 
 def _user_implementation(config: PretrainedConfig) -> Any:

@@ -35,11 +35,20 @@ TESTED_MODEL_TYPES = frozenset({
 _STOCK_ATTENTION = frozenset({
     None, "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4",
 })  # fmt: skip
-_ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
-# Rotary kinds whose frequencies depend on the longest request in the forward: neighbours would change one's tokens.
-_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+_ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 # Methods of the native decoding loop, in whose place Orca's stands.
 _LOOP_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_sample")
+# Models whose own prepare_inputs_for_generation changes nothing for text within `length_limits`.
+_HARMLESS_PREPARE_INPUTS = frozenset({
+    "CTRLLMHeadModel",
+    "Gemma3ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration",
+    "Phi3ForCausalLM",
+    "Phi4MultimodalForCausalLM",
+    "PhimoeForCausalLM",
+    "RoCBertForCausalLM",
+})  # fmt: skip
 # Hooks that transformers leaves in a model change no value: they record outputs, or mark them for gradients.
 _HARMLESS_HOOKS = "transformers."
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -49,23 +58,20 @@ _KNOWN_INPUTS = frozenset({"input_ids", "attention_mask", "use_cache", "return_d
 
 def model_reasons(model: PreTrainedModel, modules: tuple[nn.Module, ...]) -> list[str]:
     """Why `model` as such cannot be run by Orca; empty if nothing speaks against trying."""
-    reasons = []
-    config = model.config
-    text_config = config.get_text_config()
     if getattr(type(model), "generate", None) is not GenerationMixin.generate:
-        reasons.append(f"{type(model).__name__} has a generate() of its own")
+        return [f"{type(model).__name__} has a generate() of its own"]
+    config = model.config
+    if config.is_encoder_decoder:
+        return ["encoder-decoder models are not run by Orca"]
+    text_config = config.get_text_config()
+    reasons = []
     for name in _LOOP_METHODS:
         if name in model.__dict__:
             reasons.append(f"{name} has been replaced on this model (prompt tuning does that)")
-        elif (
-            getattr(type(model), name, None) is not getattr(GenerationMixin, name)
-            and config.model_type not in TESTED_MODEL_TYPES
-        ):
+        elif not _is_known_loop_method(getattr(type(model), name, None), name):
             reasons.append(f"{type(model).__name__} has a {name} of its own")
-    if config.is_encoder_decoder:
-        reasons.append("encoder-decoder models are not run by Orca")
-    elif model.main_input_name != "input_ids" or text_config is not config:
-        reasons.append("multimodal models are not run by Orca")
+    if model.main_input_name != "input_ids":
+        reasons.append(f"the model's input is {model.main_input_name}")
     if getattr(model, "_is_stateful", False):
         reasons.append("models with a recurrent state are not run by Orca")
     if not getattr(model, "_supports_attention_backend", False):
@@ -73,15 +79,10 @@ def model_reasons(model: PreTrainedModel, modules: tuple[nn.Module, ...]) -> lis
     other_layers = set(getattr(text_config, "layer_types", None) or ()) - _ATTENTION_LAYERS
     if other_layers:
         reasons.append(f"layers of type {', '.join(sorted(map(str, other_layers)))} are not run by Orca")
-    if getattr(text_config, "attn_temperature_tuning", False):
-        reasons.append("attention temperature by the position in a cache is not run by Orca")
     attention = {each._attn_implementation for each in attention_configs(modules)}
     # A name in use by an iteration at this moment compares equal to ours; it stands for a stock one.
     if other_attention := attention - _STOCK_ATTENTION - {IMPLEMENTATION}:
         reasons.append(f"attention implementation {', '.join(sorted(map(str, other_attention)))} may be another")
-    rope_types = _rope_types(getattr(text_config, "rope_parameters", None)) & _LENGTH_DEPENDENT_ROPE
-    if rope_types:
-        reasons.append(f"rotary embedding of type {', '.join(sorted(rope_types))} depends on the longest row")
     if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model):
         reasons.append("parameters are sharded over processes (ZeRO-3 or FSDP)")
     if (getattr(model, "_tp_size", None) or 1) > 1:
@@ -89,12 +90,38 @@ def model_reasons(model: PreTrainedModel, modules: tuple[nn.Module, ...]) -> lis
     return reasons
 
 
-def _rope_types(parameters: Any) -> set[str]:
+def _is_known_loop_method(method: Any, name: str) -> bool:
+    if method is getattr(GenerationMixin, name):
+        return True
+    return (
+        name == "prepare_inputs_for_generation"
+        and method.__module__.startswith("transformers.models.")
+        and method.__qualname__.partition(".")[0] in _HARMLESS_PREPARE_INPUTS
+    )
+
+
+def _length_limits(model: PreTrainedModel) -> dict[int, str]:
+    """Lengths, padding included, up to which rows may grow by Orca, with the words for what lies beyond each.
+
+    Beyond them, what a token computes depends on the longest row or the padding of its batch: natively on those of
+    its call, by Orca it would be on its neighbours.
+    """
+    config = model.config.get_text_config()
+    limits = {
+        limit: f"{limit} positions, where its longrope frequencies change for all rows of a batch"
+        for limit in _longrope_limits(getattr(config, "rope_parameters", None))
+    }
+    if getattr(config, "attn_temperature_tuning", False):
+        limits[config.floor_scale] = f"{config.floor_scale} positions, where its attention temperature counts padding"
+    return limits
+
+
+def _longrope_limits(parameters: Any) -> set[int]:
     if not isinstance(parameters, Mapping):
         return set()
-    if "rope_type" in parameters:
-        return {str(parameters["rope_type"])}
-    return {kind for nested in parameters.values() for kind in _rope_types(nested)}
+    if "rope_type" not in parameters:  # a set of parameters for each type of layer
+        return {limit for nested in parameters.values() for limit in _longrope_limits(nested)}
+    return {parameters["original_max_position_embeddings"]} if parameters["rope_type"] == "longrope" else set()
 
 
 def module_reasons(modules: tuple[nn.Module, ...]) -> list[str]:
@@ -200,14 +227,18 @@ def input_reasons(
             reasons.append("a row is padded on the right")
         elif bool((mask[:, 1:] < mask[:, :-1]).any()):
             reasons.append("attention_mask has holes")
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and max_length is not None and own_length + max_length - input_ids.shape[1] > limit:
-        reasons.append(f"rows may grow beyond the model's {limit} positions")
+    if max_length is not None:
+        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if limit is not None and own_length + max_length - input_ids.shape[1] > limit:
+            reasons.append(f"rows may grow beyond the model's {limit} positions")
+        beyond = [words for limit, words in _length_limits(model).items() if max_length > limit]
+        reasons += [f"rows may grow beyond {words}" for words in beyond]
     return reasons
 
 
 def prepared_reasons(
     input_ids: Tensor,
+    attention_mask: Tensor | None,
     position_ids: Tensor | None,
     pad_token_id: Tensor | None,
     criteria: StoppingCriteriaList,
@@ -218,6 +249,7 @@ def prepared_reasons(
 
     Args:
         input_ids: (num_rows, prompt_len).
+        attention_mask: (num_rows, prompt_len), or None if nothing is padded.
         position_ids: (num_rows, prompt_len), or with dimensions before these, or None.
         pad_token_id: () or None.
         criteria: When a row ends.
@@ -228,6 +260,11 @@ def prepared_reasons(
     if position_ids is not None and position_ids.shape[-2:] != input_ids.shape:
         # generate() derives them from a mask of ones before it drops the mask.
         reasons.append("attention_mask has another shape than the input")
+    elif position_ids is not None:
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        # At padding they may be anything.
+        if bool(((position_ids != mask.cumsum(dim=-1) - 1) & (mask != 0)).any()):
+            reasons.append("the model counts positions in a way of its own")
     if pad_token_id is not None and not 0 <= int(pad_token_id) < vocab_size:
         reasons.append(f"pad_token_id {int(pad_token_id)} is outside the vocabulary")
     if pad_token_id is None and any(hasattr(criterion, "eos_token_id") for criterion in criteria):

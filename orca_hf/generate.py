@@ -193,9 +193,9 @@ class OrcaGenerate:
                 streamer.put(input_ids.cpu())
             attention_mask = model_kwargs.get("attention_mask")
             max_length = _max_length_of(stopping_criteria)
-            reasons = input_reasons(model, input_ids, attention_mask, max_length)
-            reasons += prepared_reasons(
+            reasons = input_reasons(model, input_ids, attention_mask, max_length) or prepared_reasons(
                 input_ids,
+                attention_mask,
                 model_kwargs.get("position_ids"),
                 generation_config._pad_token_tensor,
                 stopping_criteria,

@@ -78,8 +78,14 @@ class ModelRunner:
         missing = [name for name in ("input_ids", "position_ids") if name not in self._accepts]
         if missing:
             raise UnsupportedError(f"its forward takes no {' and no '.join(missing)}")
+        text_config = self.model.config.get_text_config(decoder=True)
+        if getattr(text_config, "attn_temperature_tuning", False):
+            # It is 1 up to there, and counts an iteration's tokens as if they were one row's.
+            most = text_config.floor_scale - 1
+            if self.config.max_batch_tokens is None or self.config.max_batch_tokens > most:
+                raise UnsupportedError(f"its attention temperature wants iterations of {most} tokens at most")
         self._check_parity()
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        limit = getattr(text_config, "max_position_embeddings", None)
         num_slots = choose_num_slots(self.config, self.pool.bytes_per_slot(), limit)
         self.pool = KVPool(num_slots)
         return num_slots
@@ -100,8 +106,7 @@ class ModelRunner:
         ours = self.run(Iteration(tuple(Step(r, len(r.prompt) - 1, 1, samples=True) for r in requests)))
         for request, logits in zip(requests, ours, strict=True):
             with torch.inference_mode(False), torch.no_grad(), self._autocast():
-                prompt = torch.tensor([request.prompt], device=self._input_device())
-                native = self.model(input_ids=prompt, use_cache=False).logits[0, -1]
+                native = self._native_logits(request.prompt)
             tolerance = max(1e-4, 16 * torch.finfo(native.dtype).eps) * max(1.0, native.abs().max().item())
             difference = (logits.float() - native.float().to(logits.device)).abs().max().item()
             if not difference <= tolerance:  # also where either is NaN
@@ -109,6 +114,15 @@ class ModelRunner:
                     f"in a trial iteration its logits differ from the native forward by {difference:.2g}, "
                     f"where rounding explains {tolerance:.2g}"
                 )
+
+    def _native_logits(self, prompt: Sequence[int]) -> Tensor:
+        """(vocab_size,) logits of the model's own forward after `prompt`, called as generate() calls it."""
+        arguments = {"input_ids": torch.tensor([prompt], device=self._input_device()), "use_cache": False}
+        if "position_ids" in self._accepts:
+            prepare = self.model._prepare_position_ids_for_generation
+            arguments["position_ids"] = prepare(arguments["input_ids"], {})
+        logits: Tensor = self.model(**arguments).logits[0, -1]
+        return logits
 
     def read_kv(self, requests: Sequence[Request]) -> list[tuple[Tensor, Tensor]]:
         """Copies of the computed K/V of `requests`, aligned at their ends, zeros before their starts.

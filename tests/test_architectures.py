@@ -104,36 +104,13 @@ def test_a_model_that_ignores_the_window_its_native_cache_keeps_goes_native():
 NATIVE_MODELS = [
     ("mamba", {"state_size": 4, "num_hidden_layers": 2, "hidden_size": 32}, "recurrent state"),
     ("bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4}, "attention interface"),
-    ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}, "longest row"),
-    (
-        "llama4_text",
-        {
-            "num_local_experts": 2,
-            "intermediate_size_mlp": 32,
-            "attention_chunk_size": 8,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-        },
-        "chunked_attention",
-    ),
-    (
-        "llama4_text",
-        {
-            "num_local_experts": 2,
-            "intermediate_size_mlp": 32,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "layer_types": ["full_attention", "full_attention"],
-        },
-        "attention temperature",
-    ),
 ]
 
 
 @pytest.mark.parametrize(
     ("model_type", "overrides", "reason"),
     NATIVE_MODELS,
-    ids=["mamba", "bloom", "dynamic-rope", "llama4", "llama4-temperature"],
+    ids=["mamba", "bloom"],
 )
 def test_what_orca_cannot_run_goes_native_with_its_reason(model_type, overrides, reason, caplog):
     model = make_model(model_type, **overrides)
@@ -146,3 +123,46 @@ def test_what_orca_cannot_run_goes_native_with_its_reason(model_type, overrides,
     assert explanation.runs_by == "native"
     assert reason in str(explanation)
     assert caplog.text.count(reason) == 1, "the reason is logged once"
+
+
+LLAMA4 = {"num_local_experts": 2, "intermediate_size_mlp": 32, "num_key_value_heads": 2, "head_dim": 16}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 6, "long_factor": [4.0] * 6, "rope_theta": 10000.0}
+# Rows may have up to 24 tokens, where the frequencies or the temperature begin to depend on the longest row.
+LENGTH_DEPENDENT = [
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, "max_position_embeddings": 24},
+    ),
+    ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 24}),
+    ("llama4_text", {**LLAMA4, "layer_types": ["full_attention"] * 2, "no_rope_layers": [0, 1], "floor_scale": 24}),
+]
+
+
+@pytest.mark.parametrize(("model_type", "overrides"), LENGTH_DEPENDENT, ids=["dynamic", "longrope", "temperature"])
+def test_rows_run_by_orca_up_to_the_length_where_they_would_depend_on_others(model_type, overrides):
+    model = make_model(model_type, **overrides)
+    batch = pad_left(PROMPTS)
+    lengths = {13: "orca", 14: "native", 20: "native", 12: "orca"}  # beside 11 of the prompt
+    native = {length: model.generate(**batch, max_new_tokens=length, do_sample=False) for length in lengths}
+    orca_hf.wrap(model, OrcaConfig(max_batch_size=3, max_batch_tokens=7, max_slots=256, block_size=8))
+    for length, runs_by in lengths.items():
+        assert orca_hf.explain(model, **batch, max_new_tokens=length).runs_by == runs_by
+        assert torch.equal(model.generate(**batch, max_new_tokens=length, do_sample=False), native[length])
+
+
+def test_an_attention_temperature_wants_small_iterations():
+    model = make_model("llama4_text", **LLAMA4, layer_types=["full_attention"] * 2, floor_scale=24)
+    orca_hf.wrap(model, OrcaConfig(max_batch_tokens=None))
+    assert "iterations of 23 tokens at most" in str(orca_hf.explain(model))
+
+
+@pytest.mark.parametrize(("chunk_size", "runs_by"), [(8, "orca"), (16, "orca"), (6, "native")])
+def test_chunked_attention_equals_native(chunk_size, runs_by):
+    model = make_model("llama4_text", **LLAMA4, attention_chunk_size=chunk_size, num_hidden_layers=4)
+    assert set(model.config.layer_types) == {"chunked_attention", "full_attention"}
+    batch = pad_left(PROMPTS)
+    native = model.generate(**batch, max_new_tokens=20, do_sample=False)
+    for block_size in (4, 8):
+        orca_hf.wrap(model, OrcaConfig(max_batch_size=3, max_batch_tokens=5, max_slots=256, block_size=block_size))
+        assert orca_hf.explain(model).runs_by == runs_by
+        assert torch.equal(model.generate(**batch, max_new_tokens=20, do_sample=False), native)

@@ -82,6 +82,41 @@ class RaggedBatch:
             required_slots=self.required_slots,
         )
 
+    def chunked(self, chunk_size: int) -> RaggedBatch:
+        """Returns the batch in which every query sees its own chunk of positions only, the one that begins at the last
+        multiple of `chunk_size`.
+
+        Each chunk that a request has queries in stands as a request of its own, whose K/V begin with the chunk. For
+        attention only: its positions count from there.
+
+        Args:
+            chunk_size: Positions in a chunk, a multiple of `block_size`.
+
+        Raises:
+            ValueError: A chunk does not begin with a block.
+        """
+        if chunk_size < 1 or chunk_size % self.block_size:
+            raise ValueError(f"chunk_size must be a multiple of block_size {self.block_size}, got {chunk_size}.")
+        if self.max_kv_len <= chunk_size:
+            return self
+        query_lens, kv_lens, blocks = [], [], []
+        for query_len, kv_len, row in zip(
+            self.query_lens_host, self.kv_lens_host, self.block_table.tolist(), strict=True
+        ):
+            first = (kv_len - query_len) // chunk_size * chunk_size
+            for start in range(first, kv_len, chunk_size):
+                end = min(start + chunk_size, kv_len)
+                query_lens.append(end - max(start, kv_len - query_len))
+                kv_lens.append(end - start)
+                blocks.append(row[start // self.block_size :])
+        return RaggedBatch.build(
+            query_lens=query_lens,
+            kv_lens=kv_lens,
+            blocks=blocks,
+            block_size=self.block_size,
+            device=self.kv_lens.device,
+        )
+
     @classmethod
     def build(
         cls,

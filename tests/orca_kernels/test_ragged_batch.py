@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from orca_kernels import RaggedBatch
+from orca_kernels import RaggedBatch, selective_attention
 
 GOOD: dict[str, Any] = {
     "query_lens": [1, 3, 5],
@@ -58,3 +58,26 @@ def test_to_moves_tensors_and_keeps_the_rest() -> None:
     assert moved.block_table.device.type == "meta"
     assert (moved.first_slots, moved.kv_lens_host, moved.required_slots) == (batch.first_slots, (6, 3, 9), 40)
     assert not moved.scratch
+
+
+@pytest.mark.parametrize("chunk_size", [4, 8, 64])
+def test_chunked_attention_sees_the_queries_own_chunk(chunk_size: int) -> None:
+    batch = RaggedBatch.build(**GOOD)
+    torch.manual_seed(0)
+    query = torch.randn(9, 4, 16)
+    keys, values = torch.randn(2, 48, 2, 16).unbind(0)
+    ours = selective_attention(query, keys, values, batch.chunked(chunk_size), scaling=0.3)
+    row = 0
+    for query_len, kv_len, blocks in zip(GOOD["query_lens"], GOOD["kv_lens"], GOOD["blocks"], strict=True):
+        slots = [blocks[p // 4] * 4 + p % 4 for p in range(kv_len)]
+        for p in range(kv_len - query_len, kv_len):
+            seen = slots[p // chunk_size * chunk_size : p + 1]
+            for head in range(4):
+                weights = (0.3 * keys[seen, head // 2] @ query[row, head]).softmax(dim=0)
+                torch.testing.assert_close(ours[row, head], weights @ values[seen, head // 2])
+            row += 1
+
+
+def test_chunked_refuses_a_chunk_that_begins_in_a_block() -> None:
+    with pytest.raises(ValueError, match="multiple of block_size 4, got 6"):
+        RaggedBatch.build(**GOOD).chunked(6)
