@@ -260,7 +260,7 @@ def attention_mask(*args: Any, config: PretrainedConfig, **kwargs: Any) -> Any:
     return None
 
 
-def _chunk_size(module: nn.Module) -> int | None:
+def _chunk_size(module: Any) -> int | None:
     """The chunk of positions that `module` attends within, as its config says; None if it sees all before it."""
     layer_types = getattr(module.config, "layer_types", None)
     layer = getattr(module, "layer_idx", None)

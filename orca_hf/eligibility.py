@@ -190,10 +190,18 @@ def call_reasons(
         and name not in _KNOWN_INPUTS
         and name not in ("tokenizer", "assistant_tokenizer", "trust_remote_code")
         and not hasattr(generation_config, name)
+        and not _marks_text_only(model, name, value)
     ]
     if unknown:
         reasons.append(f"the model is given {', '.join(sorted(unknown))}")
     return reasons
+
+
+def _marks_text_only(model: PreTrainedModel, name: str, value: Any) -> bool:
+    """Whether an input says of each token whether it is an image's, and that none is: processors add it to any text."""
+    is_multimodal = model.config.get_text_config() is not model.config
+    marks = is_multimodal and name in ("token_type_ids", "mm_token_type_ids") and isinstance(value, Tensor)
+    return marks and not bool(value.any())
 
 
 def input_reasons(

@@ -2,7 +2,7 @@
 
 import inspect
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -117,9 +117,9 @@ class ModelRunner:
 
     def _native_logits(self, prompt: Sequence[int]) -> Tensor:
         """(vocab_size,) logits of the model's own forward after `prompt`, called as generate() calls it."""
-        arguments = {"input_ids": torch.tensor([prompt], device=self._input_device()), "use_cache": False}
+        arguments: dict[str, Any] = {"input_ids": torch.tensor([prompt], device=self._input_device()), "use_cache": False}
         if "position_ids" in self._accepts:
-            prepare = self.model._prepare_position_ids_for_generation
+            prepare: Callable[..., Tensor] = self.model._prepare_position_ids_for_generation  # type: ignore[assignment]
             arguments["position_ids"] = prepare(arguments["input_ids"], {})
         logits: Tensor = self.model(**arguments).logits[0, -1]
         return logits

@@ -83,11 +83,10 @@ class RaggedBatch:
         )
 
     def chunked(self, chunk_size: int) -> RaggedBatch:
-        """Returns the batch in which every query sees its own chunk of positions only, the one that begins at the last
-        multiple of `chunk_size`.
+        """Returns the batch in which every query sees its own chunk of positions only.
 
-        Each chunk that a request has queries in stands as a request of its own, whose K/V begin with the chunk. For
-        attention only: its positions count from there.
+        A chunk begins at every multiple of `chunk_size`. Each that a request has queries in stands as a request of its
+        own, whose K/V begin with the chunk. For attention only: its positions count from there.
 
         Args:
             chunk_size: Positions in a chunk, a multiple of `block_size`.
