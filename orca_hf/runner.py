@@ -117,10 +117,11 @@ class ModelRunner:
 
     def _native_logits(self, prompt: Sequence[int]) -> Tensor:
         """(vocab_size,) logits of the model's own forward after `prompt`, called as generate() calls it."""
-        arguments: dict[str, Any] = {"input_ids": torch.tensor([prompt], device=self._input_device()), "use_cache": False}
+        input_ids = torch.tensor([prompt], device=self._input_device())
+        arguments: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
         if "position_ids" in self._accepts:
             prepare: Callable[..., Tensor] = self.model._prepare_position_ids_for_generation  # type: ignore[assignment]
-            arguments["position_ids"] = prepare(arguments["input_ids"], {})
+            arguments["position_ids"] = prepare(input_ids, {})
         logits: Tensor = self.model(**arguments).logits[0, -1]
         return logits
 
