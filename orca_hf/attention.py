@@ -47,6 +47,8 @@ class AttentionContext:
     Attributes:
         pool: K/V memory.
         batch: Which tokens belong to whom.
+        num_rows: Rows of the flat batch: the batch's tokens, and padding after them.
+        batch_invariant: Attend so that a token's result depends on its own request alone, to the last bit.
         modules: Attention modules that have run, each of which may run once.
         mask_windows: Window or chunk sizes that the model asked a mask for.
         windows: Window or chunk sizes of the attention modules; None for those without one.
@@ -54,21 +56,25 @@ class AttentionContext:
 
     pool: KVPool
     batch: RaggedBatch
+    num_rows: int
+    batch_invariant: bool = False
     modules: set[nn.Module] = field(default_factory=set)
     mask_windows: set[int] = field(default_factory=set)
     windows: set[int | None] = field(default_factory=set)
-    _views: dict[tuple[torch.device, int | None], RaggedBatch] = field(default_factory=dict)
+    _views: dict[tuple[torch.device, bool, int | None], RaggedBatch] = field(default_factory=dict)
 
-    def batch_on(self, device: torch.device, chunk_size: int | None = None) -> RaggedBatch:
-        """The batch on `device`, cut into chunks of `chunk_size` positions if given: made once in an iteration."""
-        found = self._views.get((device, chunk_size))
+    def batch_on(self, device: torch.device, *, attends: bool = False, chunk_size: int | None = None) -> RaggedBatch:
+        """The batch on `device`, made once in an iteration; for attention cut as the layer and the settings want it."""
+        found = self._views.get((device, attends, chunk_size))
         if found is None:
             if chunk_size is not None and chunk_size % self.batch.block_size:
                 raise UnsupportedError(
                     f"its chunks of {chunk_size} positions are no multiple of block_size {self.batch.block_size}"
                 )
             batch = self.batch if chunk_size is None else self.batch.chunked(chunk_size)
-            found = self._views[device, chunk_size] = batch.to(device)
+            if attends and self.batch_invariant:
+                batch = batch.by_token()
+            found = self._views[device, attends, chunk_size] = batch.to(device)
         return found
 
     def check(self) -> None:
@@ -184,9 +190,9 @@ def attention_forward(
 
     Args:
         module: The attention module that calls.
-        query: (1, num_heads, total_q, head_dim).
-        key: (1, num_kv_heads, total_q, head_dim): of the iteration's tokens only.
-        value: (1, num_kv_heads, total_q, v_head_dim): likewise.
+        query: (1, num_heads, num_rows, head_dim).
+        key: (1, num_kv_heads, num_rows, head_dim): of the iteration's tokens only.
+        value: (1, num_kv_heads, num_rows, v_head_dim): likewise.
         attention_mask: None in an iteration: the batch says who sees what.
         dropout: Must be 0.
         scaling: Factor of the scores; head_dim ** -0.5 if None.
@@ -197,7 +203,7 @@ def attention_forward(
         **kwargs: Refused, unless known to change nothing here.
 
     Returns:
-        (1, total_q, num_heads, v_head_dim), and no attention weights.
+        (1, num_rows, num_heads, v_head_dim), and no attention weights.
 
     Raises:
         UnsupportedError: An argument would change the result in a way that is not built here.
@@ -222,7 +228,7 @@ def attention_forward(
         raise UnsupportedError(f"{type(module).__name__} is not causal")
     if not query.dtype == key.dtype == value.dtype:
         raise UnsupportedError(f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}")
-    if query.shape[0] != 1 or query.shape[2] != context.batch.total_q or key.shape[2] != context.batch.total_q:
+    if query.shape[0] != 1 or query.shape[2] != context.num_rows or key.shape[2] != context.num_rows:
         raise UnsupportedError(
             f"{type(module).__name__} reshapes its tokens: query {tuple(query.shape)}, key {tuple(key.shape)}"
         )
@@ -231,20 +237,21 @@ def attention_forward(
     # The native cache keeps a chunk's worth of tokens where it would keep a window's.
     context.windows.add(sliding_window if chunk_size is None else chunk_size)
 
-    key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    query, key, value = (each[0, :, : context.batch.total_q].transpose(0, 1) for each in (query, key, value))
     cache = context.pool.layer(module, key, value)
-    batch = context.batch_on(query.device)
-    store_kv(key, value, cache.key, cache.value, batch)
+    store_kv(key, value, cache.key, cache.value, context.batch_on(query.device))
     output = selective_attention(
-        query[0].transpose(0, 1),
+        query,
         cache.key,
         cache.value,
-        context.batch_on(query.device, chunk_size),
+        context.batch_on(query.device, attends=True, chunk_size=chunk_size),
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window=sliding_window,
         softcap=softcap,
         sinks=s_aux,
     )
+    if padding := context.num_rows - len(output):
+        output = torch.nn.functional.pad(output, (0, 0, 0, 0, 0, padding))
     return output[None], None
 
 

@@ -15,9 +15,9 @@ class ForwardBatch:
     """The flattened batch that selective batching runs everything but attention on (Orca, section 4.1).
 
     Attributes:
-        input_ids: (1, total_q) int64: the steps' tokens, one after another.
-        position_ids: (1, total_q) int64: each token's position in its own request.
-        sampling_rows: (num_sampling,) int64: rows whose logits are wanted, in step order; never empty.
+        input_ids: (1, num_rows) int64: the steps' tokens, one after another, then padding if it was asked for.
+        position_ids: (1, num_rows) int64: each token's position in its own request.
+        sampling_rows: (num_sampling,) int64: rows whose logits are wanted, in step order; never empty; padded likewise.
         ragged: What the attention kernels need to tell the requests apart.
     """
 
@@ -28,17 +28,18 @@ class ForwardBatch:
 
     @cached_property
     def attention_mask(self) -> Tensor:
-        """(1, total_q) int64, all ones: nothing in a flattened batch is padding."""
+        """(1, num_rows) int64, all ones: nothing that a model would have to know of is padding."""
         return torch.ones_like(self.input_ids)
 
 
-def build_batch(iteration: Iteration, *, block_size: int, device: torch.device) -> ForwardBatch:
+def build_batch(iteration: Iteration, *, block_size: int, device: torch.device, pad_to: int = 1) -> ForwardBatch:
     """Builds the tensors of `iteration` on `device`.
 
     Args:
         iteration: At least one step; every request in it is admitted.
         block_size: Slots in a K/V block.
         device: Where the model takes its input.
+        pad_to: The numbers of rows and of sampling rows become multiples of it.
     """
     tokens: list[int] = []
     positions: list[int] = []
@@ -51,6 +52,10 @@ def build_batch(iteration: Iteration, *, block_size: int, device: torch.device) 
             sampling_rows.append(len(tokens) - 1)
     # A forward over nothing but prompt chunks has no row to sample; one row keeps every model's head well-formed.
     rows = sampling_rows or [len(tokens) - 1]
+    rows += rows[-1:] * (-len(rows) % pad_to)
+    padding = [0] * (-len(tokens) % pad_to)
+    tokens += padding
+    positions += padding
     return ForwardBatch(
         input_ids=torch.tensor([tokens], device=device),
         position_ids=torch.tensor([positions], device=device),

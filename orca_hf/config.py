@@ -19,6 +19,8 @@ class OrcaConfig:
         block_size: Tokens in a K/V block, a power of two.
         pack_weights: Keep a copy of the linear weights in the layout that the CPU's matrix product likes best. Faster
             by up to two times, at the cost of that copy; without effect on other devices.
+        deterministic: What a request computes does not depend, to the last bit and in any dtype, on who shares its
+            iterations, nor on `max_batch_size` and `max_batch_tokens`. Slower; see the README.
         free_when_idle: Give the K/V memory and packed weights back whenever the last running request is done. Slower
             for many small calls; for a process that trains in between.
     """
@@ -29,6 +31,7 @@ class OrcaConfig:
     memory_fraction: float = 0.5
     block_size: int = 16
     pack_weights: bool = True
+    deterministic: bool = False
     free_when_idle: bool = False
 
     def __post_init__(self) -> None:
@@ -48,7 +51,7 @@ class OrcaConfig:
         fraction = self.memory_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction < 1:
             raise ConfigError(f"memory_fraction is {fraction!r}, but must be a number between 0 and 1, both excluded.")
-        for name in ("pack_weights", "free_when_idle"):
+        for name in ("pack_weights", "deterministic", "free_when_idle"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, but must be True or False.")
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from orca_hf.attention import AttentionContext, attention_context
 from orca_hf.batch import build_batch
+from orca_hf.batch_invariance import ROWS, BatchInvariantProducts
 from orca_hf.config import OrcaConfig
 from orca_hf.errors import UnsupportedError
 from orca_hf.kv_pool import KVPool, choose_num_slots, free_memory
@@ -96,8 +97,10 @@ class ModelRunner:
         Raises:
             UnsupportedError: They differ beyond rounding.
         """
-        requests = [Request([(31 * i + 7 * length) % self.vocab_size for i in range(length)], 1) for length in (7, 4)]
-        blocks = -(-max(len(request.prompt) for request in requests) // self.config.block_size)
+        # More than one piece of rows together, where it matters whether products are made of pieces.
+        lengths = (ROWS + 7, 4) if self.config.deterministic else (7, 4)
+        requests = [Request([(31 * i + 7 * length) % self.vocab_size for i in range(length)], 1) for length in lengths]
+        blocks = -(-max(lengths) // self.config.block_size)
         self.pool = KVPool(len(requests) * blocks * self.config.block_size)
         for index, request in enumerate(requests):
             request.blocks = tuple(range(index * blocks, (index + 1) * blocks))
@@ -114,6 +117,10 @@ class ModelRunner:
                     f"in a trial iteration its logits differ from the native forward by {difference:.2g}, "
                     f"where rounding explains {tolerance:.2g}"
                 )
+            if self.config.deterministic:
+                alone = self.run(Iteration((Step(request, 0, len(request.prompt), samples=True),)))[0]
+                if not torch.equal(alone, logits):
+                    raise UnsupportedError("its logits depend on who shares an iteration, whatever deterministic says")
 
     def _native_logits(self, prompt: Sequence[int]) -> Tensor:
         """(vocab_size,) logits of the model's own forward after `prompt`, called as generate() calls it."""
@@ -175,8 +182,14 @@ class ModelRunner:
         return self._forward(iteration, self._packed_forwards(iteration, remaining))[0]
 
     def _forward(self, iteration: Iteration, forwards: Forwards) -> tuple[Tensor, AttentionContext]:
-        batch = build_batch(iteration, block_size=self.config.block_size, device=self._input_device())
-        context = AttentionContext(self.pool, batch.ragged)
+        deterministic = self.config.deterministic
+        batch = build_batch(
+            iteration,
+            block_size=self.config.block_size,
+            device=self._input_device(),
+            pad_to=ROWS if deterministic else 1,
+        )
+        context = AttentionContext(self.pool, batch.ragged, batch.input_ids.shape[1], deterministic)
         arguments: dict[str, Any] = {
             "input_ids": batch.input_ids,
             "position_ids": batch.position_ids,
@@ -193,6 +206,7 @@ class ModelRunner:
             self._autocast(),
             iteration_patches(self._configs, forwards),
             attention_context(context),
+            BatchInvariantProducts() if deterministic else nullcontext(),
         ):
             began = time.perf_counter()
             logits = self.model(**accepted).logits[0]
@@ -201,7 +215,7 @@ class ModelRunner:
         self._iterations += 1
         if len(logits) != len(batch.sampling_rows):  # a forward that cannot be told, or does not listen
             logits = logits[batch.sampling_rows.to(logits.device)]
-        return logits, context
+        return logits[: max(1, sum(step.samples for step in iteration.steps))], context
 
     def _packed_forwards(self, iteration: Iteration, remaining: int) -> Forwards:
         """The linears to run packed: all that can be, or none where that would not pay."""

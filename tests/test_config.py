@@ -47,6 +47,7 @@ BAD_SETTINGS: list[tuple[dict[str, Any], list[str]]] = [
     ({"pack_weights": 1}, ["pack_weights is 1", "True or False"]),
     ({"pack_weights": "yes"}, ["pack_weights is 'yes'", "True or False"]),
     ({"pack_weights": None}, ["pack_weights is None", "True or False"]),
+    ({"deterministic": None}, ["deterministic is None", "True or False"]),
     ({"free_when_idle": 0}, ["free_when_idle is 0", "True or False"]),
 ]
 
@@ -93,6 +94,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "memory_fraction": 0.5,
         "block_size": 16,
         "pack_weights": True,
+        "deterministic": False,
         "free_when_idle": False,
     }
 

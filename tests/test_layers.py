@@ -23,6 +23,7 @@ LAYERS = [
     [
         "attention",
         "batch",
+        "batch_invariance",
         "kv_pool",
         "openmp",
         "packed_linear",

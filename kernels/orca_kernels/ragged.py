@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -30,6 +30,8 @@ class RaggedBatch:
         kv_lens_host: The K/V lengths on the host.
         first_slots: First slot of each request whose slots are consecutive, else None.
         required_slots: The fewest slots a cache must have for this batch.
+        batch_invariant: A query's result must not depend, to the last bit, on what else is in the batch: a backend
+            may not choose the shape of its work by it.
         scratch: What a backend keeps between the layers of one iteration (plans, masks). Not copied by `to`.
     """
 
@@ -42,6 +44,7 @@ class RaggedBatch:
     kv_lens_host: tuple[int, ...]
     first_slots: tuple[int | None, ...]
     required_slots: int = 0
+    batch_invariant: bool = False
     scratch: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -80,6 +83,7 @@ class RaggedBatch:
             kv_lens_host=self.kv_lens_host,
             first_slots=self.first_slots,
             required_slots=self.required_slots,
+            batch_invariant=self.batch_invariant,
         )
 
     def chunked(self, chunk_size: int) -> RaggedBatch:
@@ -115,6 +119,29 @@ class RaggedBatch:
             block_size=self.block_size,
             device=self.kv_lens.device,
         )
+
+    def by_token(self) -> RaggedBatch:
+        """Returns the batch with every query as a request of its own, and `batch_invariant`.
+
+        So a query's work has the same shape whether it is a decode or one of a prompt. For attention only.
+        """
+        if self.max_query_len == 1:
+            return replace(self, batch_invariant=True, scratch={})
+        kv_lens: list[int] = []
+        blocks: list[list[int]] = []
+        for query_len, kv_len, row in zip(
+            self.query_lens_host, self.kv_lens_host, self.block_table.tolist(), strict=True
+        ):
+            kv_lens += range(kv_len - query_len + 1, kv_len + 1)
+            blocks += [row] * query_len
+        by_token = RaggedBatch.build(
+            query_lens=[1] * len(kv_lens),
+            kv_lens=kv_lens,
+            blocks=blocks,
+            block_size=self.block_size,
+            device=self.kv_lens.device,
+        )
+        return replace(by_token, batch_invariant=True)
 
     @classmethod
     def build(

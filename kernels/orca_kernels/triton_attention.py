@@ -319,7 +319,9 @@ def selective_attention(
     shape = block_shape(tile, group)
     single_block = batch.max_query_len <= shape.tokens
     num_blocks = batch.num_requests if single_block else total_q // shape.tokens + batch.num_requests
-    if num_splits is None:
+    if num_splits is None and batch.batch_invariant:
+        num_splits = 1
+    elif num_splits is None:
         num_splits = _choose_splits(batch, query, tile, shape, num_kv_heads, v_head_dim, sliding_window)
     elif num_splits < 1 or num_splits & (num_splits - 1):
         raise ValueError(f"num_splits must be a power of two, got {num_splits}.")

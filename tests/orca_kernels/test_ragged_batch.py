@@ -81,3 +81,20 @@ def test_chunked_attention_sees_the_queries_own_chunk(chunk_size: int) -> None:
 def test_chunked_refuses_a_chunk_that_begins_in_a_block() -> None:
     with pytest.raises(ValueError, match="multiple of block_size 4, got 6"):
         RaggedBatch.build(**GOOD).chunked(6)
+
+
+def test_by_token_makes_every_query_a_decode_with_the_same_result() -> None:
+    batch = RaggedBatch.build(**GOOD)
+    by_token = batch.by_token()
+    assert by_token.query_lens_host == (1,) * 9
+    assert by_token.kv_lens_host == (6, 1, 2, 3, 5, 6, 7, 8, 9)
+    assert by_token.slot_mapping.tolist() == batch.slot_mapping.tolist()
+    assert (by_token.batch_invariant, batch.batch_invariant) == (True, False)
+    torch.manual_seed(0)
+    query = torch.randn(9, 4, 16)
+    keys, values = torch.randn(2, 48, 2, 16).unbind(0)
+    ours, expected = (selective_attention(query, keys, values, each, scaling=0.3) for each in (by_token, batch))
+    torch.testing.assert_close(ours, expected)
+    decodes = RaggedBatch.build(query_lens=[1], kv_lens=[6], blocks=[[4, 5]], block_size=4, device="cpu")
+    alone = selective_attention(query[:1], keys, values, decodes.by_token(), scaling=0.3)
+    assert torch.equal(alone[0], ours[0])
