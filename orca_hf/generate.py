@@ -342,6 +342,9 @@ def _as_cache(generation: Generation, model: PreTrainedModel) -> DynamicCache | 
     if generation.kv_states is None:
         return None
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    # A layer that reads another's K/V keeps none natively.
+    is_dummy = dict(enumerate(getattr(cache, "is_dummy", ())))
     for layer, (key, value) in enumerate(generation.kv_states):
-        cache.update(key, value, layer)
+        if not is_dummy.get(layer):
+            cache.update(key, value, layer)
     return cache
