@@ -7,7 +7,7 @@ implementation that the user chose.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -49,6 +49,7 @@ class AttentionContext:
         batch: Which tokens belong to whom.
         num_rows: Rows of the flat batch: the batch's tokens, and padding after them.
         batch_invariant: Attend so that a token's result depends on its own request alone, to the last bit.
+        tables: What a model's attention adapters keep from iteration to iteration; None for a model without any.
         modules: Attention modules that have run, each of which may run once.
         mask_windows: Window or chunk sizes that the model asked a mask for.
         windows: Window or chunk sizes of the attention modules; None for those without one.
@@ -58,6 +59,7 @@ class AttentionContext:
     batch: RaggedBatch
     num_rows: int
     batch_invariant: bool = False
+    tables: dict[Any, Tensor] | None = None
     modules: set[nn.Module] = field(default_factory=set)
     mask_windows: set[int] = field(default_factory=set)
     windows: set[int | None] = field(default_factory=set)
@@ -108,6 +110,11 @@ _context: ContextVar[AttentionContext | None] = ContextVar("orca_attention_conte
 _naming = Lock()
 
 
+def current_context() -> AttentionContext | None:
+    """The iteration that this thread runs, None if it runs none."""
+    return _context.get()
+
+
 @contextmanager
 def attention_context(context: AttentionContext) -> Iterator[AttentionContext]:
     """Run this thread's attention on `context` within the block."""
@@ -119,7 +126,11 @@ def attention_context(context: AttentionContext) -> Iterator[AttentionContext]:
 
 
 class _OrcaName(str):
-    """Our name in a config, which remembers the user's. A copy of it, as in a copied model, is the user's."""
+    """Our name in a config, which remembers the user's. A copy of it, as in a copied model, is the user's.
+
+    Models compare the name, as in `config._attn_implementation == "sdpa"`. On a thread that runs no iteration, where
+    the model is to compute what it would without us, the user's name is equal to it too.
+    """
 
     original: str | None
     uses: int  # iterations that run under this name: models may share a config
@@ -130,6 +141,14 @@ class _OrcaName(str):
         name.original = original
         name.uses = 0
         return name
+
+    def __eq__(self, other: object) -> bool:
+        return other == IMPLEMENTATION or (_context.get() is None and self.original == other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _identity, (self.original,)
@@ -215,27 +234,83 @@ def attention_forward(
         return _user_attention(module)(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **given, **kwargs
         )
-    if module in context.modules:
-        raise UnsupportedError(f"{type(module).__name__} attends twice in one forward")
-    unknown = sorted(name for name, option in kwargs.items() if option is not None and name not in _HARMLESS)
-    if unknown:
-        raise UnsupportedError(f"{type(module).__name__} passes {', '.join(unknown)} to attention")
-    if dropout:
-        raise UnsupportedError(f"attention dropout is {dropout}")
     if attention_mask is not None:
         raise UnsupportedError(f"{type(module).__name__} makes an attention mask of its own")
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedError(f"{type(module).__name__} is not causal")
+    chunk_size = _chunk_size(module)
+    # The native cache keeps a chunk's worth of tokens where it would keep a window's.
+    context.windows.add(sliding_window if chunk_size is None else chunk_size)
+    output = attend(
+        context,
+        module,
+        query,
+        key,
+        value,
+        dropout=dropout,
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window=sliding_window,
+        chunk_size=chunk_size,
+        softcap=softcap,
+        sinks=s_aux,
+        others=kwargs,
+    )
+    return output, None
+
+
+def attend(
+    context: AttentionContext,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    chunk_size: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    others: Mapping[str, Any],
+) -> Tensor:
+    """The part of `attention_forward` that every attention module ends in, adapted ones too.
+
+    Args:
+        context: The iteration.
+        module: As for `attention_forward`, like the arguments that follow.
+        query: (1, num_heads, num_rows, head_dim).
+        key: (1, num_kv_heads, num_rows, head_dim).
+        value: (1, num_kv_heads, num_rows, v_head_dim).
+        scaling: Factor of the scores.
+        dropout: Must be 0.
+        sliding_window: A query sees that many tokens, itself included.
+        chunk_size: A query sees its own chunk of that many positions.
+        softcap: Bound of the scores by tanh.
+        sinks: (num_heads,): attention sinks.
+        alibi_slopes: (num_heads,): slope * (j - p) joins the score. The same tensor for all layers is fastest.
+        others: Arguments that nobody has looked at: refused, unless known to change nothing here.
+
+    Returns:
+        (1, num_rows, num_heads, v_head_dim).
+
+    Raises:
+        UnsupportedError: An argument would change the result in a way that is not built here.
+    """
+    if module in context.modules:
+        raise UnsupportedError(f"{type(module).__name__} attends twice in one forward")
+    unknown = sorted(name for name, option in others.items() if option is not None and name not in _HARMLESS)
+    if unknown:
+        raise UnsupportedError(f"{type(module).__name__} passes {', '.join(unknown)} to attention")
+    if dropout:
+        raise UnsupportedError(f"attention dropout is {dropout}")
     if not query.dtype == key.dtype == value.dtype:
         raise UnsupportedError(f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}")
     if query.shape[0] != 1 or query.shape[2] != context.num_rows or key.shape[2] != context.num_rows:
         raise UnsupportedError(
             f"{type(module).__name__} reshapes its tokens: query {tuple(query.shape)}, key {tuple(key.shape)}"
         )
-    chunk_size = _chunk_size(module)
     context.modules.add(module)
-    # The native cache keeps a chunk's worth of tokens where it would keep a window's.
-    context.windows.add(sliding_window if chunk_size is None else chunk_size)
 
     query, key, value = (each[0, :, : context.batch.total_q].transpose(0, 1) for each in (query, key, value))
     cache = context.pool.layer(module, key, value)
@@ -245,26 +320,30 @@ def attention_forward(
         cache.key,
         cache.value,
         context.batch_on(query.device, attends=True, chunk_size=chunk_size),
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        scaling=scaling,
         sliding_window=sliding_window,
         softcap=softcap,
-        sinks=s_aux,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
     )
     if padding := context.num_rows - len(output):
         output = torch.nn.functional.pad(output, (0, 0, 0, 0, 0, padding))
-    return output[None], None
+    return output[None]
 
 
 def attention_mask(*args: Any, config: PretrainedConfig, **kwargs: Any) -> Any:
-    """No mask in an iteration, and a note of the window asked for; elsewhere the user's own mask."""
+    """No mask to look at in an iteration, and a note of the window asked for; elsewhere the user's own mask."""
     context = _context.get()
     if context is None:
-        return AttentionMaskInterface()[_user_implementation(config)](*args, config=config, **kwargs)
+        return AttentionMaskInterface()[user_implementation(config)](*args, config=config, **kwargs)
     if kwargs.get("use_vmap"):
         raise UnsupportedError("it lays a mask of its own over the causal one")
     if kwargs.get("local_size") is not None:
         context.mask_windows.add(kwargs["local_size"])
-    return None
+    if context.tables is None:
+        return None
+    # Adapters look at no mask, but the models around them may: one of no size to speak of.
+    return torch.zeros((1, 1, 1, 1), dtype=kwargs.get("dtype"), device=kwargs.get("device"))
 
 
 def _chunk_size(module: Any) -> int | None:
@@ -277,14 +356,15 @@ def _chunk_size(module: Any) -> int | None:
     return chunk_size
 
 
-def _user_implementation(config: PretrainedConfig) -> Any:
+def user_implementation(config: PretrainedConfig) -> Any:
+    """The attention implementation that the user chose, in an iteration too."""
     current = config._attn_implementation  # the iteration that the caller met may have ended since
     return current.original if isinstance(current, _OrcaName) else current
 
 
 def _user_attention(module: Any) -> Callable[..., Any]:
     eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    return AttentionInterface().get_interface(_user_implementation(module.config), eager)
+    return AttentionInterface().get_interface(user_implementation(module.config), eager)
 
 
 AttentionInterface.register(IMPLEMENTATION, attention_forward)

@@ -9,27 +9,40 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, Sto
 from transformers.generation import GenerationMode
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 
+from orca_hf.adapters import find_adapter
 from orca_hf.attention import IMPLEMENTATION
-from orca_hf.packed_linear import is_packed_forward
-from orca_hf.patches import attention_configs
+from orca_hf.patches import StandIn, attention_configs
+from orca_hf.runner import max_positions, uses_interface
 
 # Model types whose tokens the tests hold against native generate().
 TESTED_MODEL_TYPES = frozenset({
+    "biogpt",
+    "bloom",
+    "codegen",
+    "falcon",
     "gemma",
     "gemma2",
     "gemma3_text",
     "gpt2",
+    "gpt_bigcode",
+    "gpt_neo",
     "gpt_neox",
+    "gpt_neox_japanese",
+    "gptj",
     "granite",
     "llama",
     "mistral",
     "mixtral",
+    "mpt",
+    "nemotron",
     "olmo2",
     "opt",
     "phi3",
     "qwen2",
     "qwen3",
     "qwen3_moe",
+    "stablelm",
+    "xglm",
 })  # fmt: skip
 # Attention that Orca's equals. Another, registered by a user or fetched as a kernel, may compute something else.
 _STOCK_ATTENTION = frozenset({
@@ -74,8 +87,11 @@ def model_reasons(model: PreTrainedModel, modules: tuple[nn.Module, ...]) -> lis
         reasons.append(f"the model's input is {model.main_input_name}")
     if getattr(model, "_is_stateful", False):
         reasons.append("models with a recurrent state are not run by Orca")
-    if not getattr(model, "_supports_attention_backend", False):
-        reasons.append(f"{type(model).__name__} does not use transformers' attention interface")
+    if not uses_interface(model) and all(find_adapter(module) is None for module in modules):
+        reasons.append(
+            f"{type(model).__name__} does not use transformers' attention interface, and Orca has no adapter for the "
+            "attention that it has instead"
+        )
     other_layers = set(getattr(text_config, "layer_types", None) or ()) - _ATTENTION_LAYERS
     if other_layers:
         reasons.append(f"layers of type {', '.join(sorted(map(str, other_layers)))} are not run by Orca")
@@ -131,8 +147,10 @@ def module_reasons(modules: tuple[nn.Module, ...]) -> list[str]:
             if not str(getattr(hook, "__module__", None)).startswith(_HARMLESS_HOOKS):
                 return [f"a {type(module).__name__} has a forward hook"]
         forward = module.__dict__.get("forward")
-        # accelerate moves inputs and weights between devices that way, and nothing else.
-        if forward is not None and not (hasattr(module, "_hf_hook") or is_packed_forward(forward)):
+        # accelerate moves inputs and weights between devices that way, and nothing else; but in an adapted module it
+        # would have the adapter's place.
+        is_moved = hasattr(module, "_hf_hook") and find_adapter(module) is None
+        if forward is not None and not (is_moved or isinstance(forward, StandIn)):
             return [f"a {type(module).__name__} has a forward of its own"]
     return []
 
@@ -145,7 +163,17 @@ def training_reasons(model: PreTrainedModel) -> list[str]:
     if any(isinstance(module, dropout) and module.p > 0 and module.training for module in model.modules()):
         return ["the model is in training mode and has dropout"]
     config = model.config.get_text_config()
-    rates = ("attention_dropout", "attn_pdrop", "dropout", "hidden_dropout", "router_jitter_noise", "layerdrop")
+    rates = (
+        "activation_dropout",
+        "attention_dropout",
+        "attention_probs_dropout_prob",
+        "attn_pdrop",
+        "dropout",
+        "hidden_dropout",
+        "hidden_dropout_prob",
+        "layerdrop",
+        "router_jitter_noise",
+    )
     active = [rate for rate in rates if isinstance(getattr(config, rate, None), float) and getattr(config, rate) > 0]
     return [f"the model is in training mode and its {', '.join(active)} is not 0"] if active else []
 
@@ -236,8 +264,10 @@ def input_reasons(
         elif bool((mask[:, 1:] < mask[:, :-1]).any()):
             reasons.append("attention_mask has holes")
     if max_length is not None:
-        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        if limit is not None and own_length + max_length - input_ids.shape[1] > limit:
+        limit = max_positions(model)
+        # Attention code of a model's own may have tables as long as its positions, which it reads at padding too.
+        padding = input_ids.shape[1] - own_length if uses_interface(model) else 0
+        if limit is not None and max_length - padding > limit:
             reasons.append(f"rows may grow beyond the model's {limit} positions")
         beyond = [words for limit, words in _length_limits(model).items() if max_length > limit]
         reasons += [f"rows may grow beyond {words}" for words in beyond]

@@ -77,12 +77,12 @@ class KVPool:
             )
         return found
 
-    def read(self, slots: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Copies of K and V in `slots` (num,), a pair a layer: (num, num_kv_heads, head_dim) each."""
+    def read(self, slots: Tensor) -> list[tuple[nn.Module, Tensor, Tensor]]:
+        """For each layer its attention module, and copies of K and V in `slots` (num,): (num, num_kv_heads, dim)."""
         states = []
-        for layer in self._layers.values():
+        for module, layer in self._layers.items():
             index = slots.to(layer.key.device)
-            states.append((layer.key[index], layer.value[index]))
+            states.append((module, layer.key[index], layer.value[index]))
         return states
 
     @property

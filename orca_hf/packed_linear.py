@@ -8,18 +8,18 @@ made from: see `PackedLinears.refresh`.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any, TypeGuard
+from functools import cache
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
+
+from orca_hf.patches import StandIn
 
 # Below this a packed product's fixed cost, 12 us, is more than it saves (measured at 1 to 64 rows).
 _MIN_ELEMENTS = 2**16
 # Elements of a product that fit into a core's cache.
 _CACHED = 2**18
-
-Forwards = list[tuple[nn.Linear, Callable[[Tensor], Tensor]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class _Packed:
     version: int
     pointer: int
     fingerprint: tuple[Tensor, Tensor]
-    forward: Callable[[Tensor], Tensor]
+    forward: "_PackedForward"
 
     def is_current(self) -> bool:
         """Whether the module still holds the tensor that was packed, unchanged as far as PyTorch counts."""
@@ -62,9 +62,9 @@ class PackedLinears:
         return sum(entry.weight.numel() * entry.weight.element_size() for entry in self._packed.values())
 
     @property
-    def forwards(self) -> Forwards:
-        """Each packed module with the forward to run in place of its own."""
-        return [(module, entry.forward) for module, entry in self._packed.items()]
+    def forwards(self) -> list[StandIn]:
+        """For each packed module the forward to run in place of its own."""
+        return [entry.forward for entry in self._packed.values()]
 
     def clear(self) -> None:
         """Drop all packed copies."""
@@ -113,31 +113,21 @@ def can_pack(module: nn.Module) -> TypeGuard[nn.Linear]:
     )
 
 
-class _PackedForward:
-    """The packed product, in the place of a linear's forward. A copy of it is the linear's own forward.
+class _PackedForward(StandIn):
+    """The packed product; under autograd, under autocast and in another dtype the linear's own."""
 
-    Another thread may copy or pickle the model in the middle of an iteration, or run it: under autograd, under
-    autocast, in another dtype. None of these is for the packed product.
-    """
+    __slots__ = ("packed",)
 
-    __slots__ = ("module", "packed")
+    module: nn.Linear
 
     def __init__(self, module: nn.Linear, packed: Tensor) -> None:
-        self.module = module
+        super().__init__(module)
         self.packed = packed
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if torch.is_grad_enabled() or hidden.dtype is not torch.float32 or torch.is_autocast_enabled("cpu"):
             return nn.functional.linear(hidden, self.module.weight, self.module.bias)
         return torch.ops.mkldnn._linear_pointwise(hidden, self.packed, self.module.bias, "none", [], "")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial, (nn.Linear.forward, self.module)
-
-
-def is_packed_forward(forward: object) -> bool:
-    """Whether `forward` stands in a module because an iteration is running on another thread at this moment."""
-    return isinstance(forward, _PackedForward)
 
 
 def _pack(module: nn.Linear) -> _Packed:

@@ -5,14 +5,16 @@ Plain attribute writes on modules and configs, microseconds each way. Between it
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from threading import Lock
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from orca_hf.attention import orca_attention
-from orca_hf.packed_linear import Forwards
+from orca_hf.errors import UnsupportedError
 
 
 def attention_configs(modules: Iterable[nn.Module]) -> tuple[PretrainedConfig, ...]:
@@ -25,10 +27,38 @@ def attention_configs(modules: Iterable[nn.Module]) -> tuple[PretrainedConfig, .
     return tuple(found.values())
 
 
+class StandIn:
+    """A callable in the place of a module's forward, for the length of an iteration.
+
+    Another thread may run the model in the middle of an iteration, copy it or pickle it. So a stand-in does what the
+    module's own forward does wherever it is not for it to do otherwise, and a copy of it *is* the module's own forward.
+
+    Args:
+        module: The module in which it stands.
+    """
+
+    __slots__ = ("module", "uses")
+
+    optional = True  # the iteration is right without it, only slower
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.uses = 0  # iterations that run under it: models may share a module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward."""
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (type(self.module).forward, self.module)
+
+
 # A model is changed by one iteration at a time, whoever runs it: another engine under autocast, or the engine of a
 # wrapping that has just been replaced.
 _locks: WeakKeyDictionary[PreTrainedModel, Lock] = WeakKeyDictionary()
 _locks_lock = Lock()
+# Held while forwards are exchanged: models of several engines may share a module.
+_exchanging = Lock()
 
 
 def model_lock(model: PreTrainedModel) -> Lock:
@@ -38,18 +68,29 @@ def model_lock(model: PreTrainedModel) -> Lock:
 
 
 @contextmanager
-def iteration_patches(configs: tuple[PretrainedConfig, ...], forwards: Forwards) -> Iterator[None]:
-    """Switch the model to Orca's attention, and modules to the given forwards, within the block."""
-    patched: list[nn.Module] = []
+def iteration_patches(configs: tuple[PretrainedConfig, ...], stand_ins: Iterable[StandIn]) -> Iterator[None]:
+    """Switch the model to Orca's attention, and modules to their stand-ins, within the block.
+
+    Raises:
+        UnsupportedError: A forward of the user's is where a stand-in must be.
+    """
+    standing: list[StandIn] = []
     with orca_attention(configs):
         try:
-            for linear, forward in forwards:
-                if "forward" in linear.__dict__:
-                    continue  # another model over the same module is in an iteration of its own
-                # nn.Module.__setattr__ would look the name up among parameters and buffers first: ten times slower.
-                linear.__dict__["forward"] = forward
-                patched.append(linear)
+            with _exchanging:
+                for stand_in in stand_ins:
+                    # nn.Module.__setattr__ would look the name up among parameters and buffers first: ten times slower.
+                    found = stand_in.module.__dict__.setdefault("forward", stand_in)
+                    if isinstance(found, StandIn):
+                        found.uses += 1
+                        standing.append(found)
+                    elif not stand_in.optional:
+                        raise UnsupportedError(f"a {type(stand_in.module).__name__} has a forward of its own")
             yield
         finally:
-            for module in patched:
-                module.__dict__.pop("forward", None)
+            with _exchanging:
+                for stand_in in standing:
+                    stand_in.uses -= 1
+                    # A forward that the user has set meanwhile stays.
+                    if stand_in.uses == 0 and stand_in.module.__dict__.get("forward") is stand_in:
+                        del stand_in.module.__dict__["forward"]

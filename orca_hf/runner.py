@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from orca_hf.adapters import adapt, native_kv
 from orca_hf.attention import AttentionContext, attention_context
 from orca_hf.batch import build_batch
 from orca_hf.batch_invariance import ROWS, BatchInvariantProducts
@@ -17,8 +18,8 @@ from orca_hf.config import OrcaConfig
 from orca_hf.errors import UnsupportedError
 from orca_hf.kv_pool import KVPool, choose_num_slots, free_memory
 from orca_hf.openmp import release_threads
-from orca_hf.packed_linear import Forwards, PackedLinears
-from orca_hf.patches import attention_configs, iteration_patches, model_lock
+from orca_hf.packed_linear import PackedLinears
+from orca_hf.patches import StandIn, attention_configs, iteration_patches, model_lock
 from orca_hf.request import Request
 from orca_hf.scheduler import Iteration, Step
 
@@ -28,6 +29,8 @@ _PACK_FOR = 16
 _VERIFY_FOR = 4
 _VERIFY_TOKENS = 128
 _WORTH_RELEASING_S = 0.02
+# Model types that use transformers' attention interface and do not say so.
+_UNSAID = frozenset({"biogpt", "stablelm"})
 
 
 class ModelRunner:
@@ -50,6 +53,9 @@ class ModelRunner:
         self.autocast = autocast
         self.pool = KVPool(0)
         self.packed = PackedLinears()
+        # Where a model is on the attention interface, its attention may be that of an adapted class too, by heritage.
+        self._adapted = [] if uses_interface(model) else adapt(model.modules())
+        self._tables: dict[Any, Tensor] | None = {} if self._adapted else None
         self._configs = attention_configs(model.modules())
         self._structure = model_structure(tuple(model.modules()))
         self._accepts = frozenset(inspect.signature(type(model).forward).parameters)
@@ -76,7 +82,10 @@ class ModelRunner:
             UnsupportedError: The model cannot be run by Orca: its logits would not be those of its native forward.
             CapacityError: There is not enough free memory for one block.
         """
-        missing = [name for name in ("input_ids", "position_ids") if name not in self._accepts]
+        needed = ["input_ids"]
+        if not self._adapted or any(forward.adapter.takes_positions for forward in self._adapted):
+            needed.append("position_ids")
+        missing = [name for name in needed if name not in self._accepts]
         if missing:
             raise UnsupportedError(f"its forward takes no {' and no '.join(missing)}")
         text_config = self.model.config.get_text_config(decoder=True)
@@ -86,8 +95,7 @@ class ModelRunner:
             if self.config.max_batch_tokens is None or self.config.max_batch_tokens > most:
                 raise UnsupportedError(f"its attention temperature wants iterations of {most} tokens at most")
         self._check_parity()
-        limit = getattr(text_config, "max_position_embeddings", None)
-        num_slots = choose_num_slots(self.config, self.pool.bytes_per_slot(), limit)
+        num_slots = choose_num_slots(self.config, self.pool.bytes_per_slot(), max_positions(self.model))
         self.pool = KVPool(num_slots)
         return num_slots
 
@@ -144,7 +152,9 @@ class ModelRunner:
         for request in requests:
             positions = range(request.computed)
             slots = torch.tensor([request.blocks[p // block_size] * block_size + p % block_size for p in positions])
-            for (keys, values), (key, value) in zip(states, self.pool.read(slots), strict=True):
+            for (keys, values), (module, key, value) in zip(states, self.pool.read(slots), strict=True):
+                if self._adapted:
+                    key, value = native_kv(module, key, value)
                 missing = (0, 0, 0, 0, longest - request.computed, 0)
                 keys.append(torch.nn.functional.pad(key, missing).transpose(0, 1))
                 values.append(torch.nn.functional.pad(value, missing).transpose(0, 1))
@@ -181,7 +191,7 @@ class ModelRunner:
         """
         return self._forward(iteration, self._packed_forwards(iteration, remaining))[0]
 
-    def _forward(self, iteration: Iteration, forwards: Forwards) -> tuple[Tensor, AttentionContext]:
+    def _forward(self, iteration: Iteration, packed: list[StandIn]) -> tuple[Tensor, AttentionContext]:
         deterministic = self.config.deterministic
         batch = build_batch(
             iteration,
@@ -189,7 +199,7 @@ class ModelRunner:
             device=self._input_device(),
             pad_to=ROWS if deterministic else 1,
         )
-        context = AttentionContext(self.pool, batch.ragged, batch.input_ids.shape[1], deterministic)
+        context = AttentionContext(self.pool, batch.ragged, batch.input_ids.shape[1], deterministic, self._tables)
         arguments: dict[str, Any] = {
             "input_ids": batch.input_ids,
             "position_ids": batch.position_ids,
@@ -204,7 +214,7 @@ class ModelRunner:
             torch.inference_mode(False),
             torch.no_grad(),
             self._autocast(),
-            iteration_patches(self._configs, forwards),
+            iteration_patches(self._configs, [*self._adapted, *packed]),
             attention_context(context),
             BatchInvariantProducts() if deterministic else nullcontext(),
         ):
@@ -217,7 +227,7 @@ class ModelRunner:
             logits = logits[batch.sampling_rows.to(logits.device)]
         return logits[: max(1, sum(step.samples for step in iteration.steps))], context
 
-    def _packed_forwards(self, iteration: Iteration, remaining: int) -> Forwards:
+    def _packed_forwards(self, iteration: Iteration, remaining: int) -> list[StandIn]:
         """The linears to run packed: all that can be, or none where that would not pay."""
         if not self.config.pack_weights or self.autocast is not None:
             return []
@@ -250,6 +260,18 @@ class ModelRunner:
         if self.autocast is not None:
             return torch.autocast(device_type, dtype=self.autocast[1])
         return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
+
+
+def uses_interface(model: PreTrainedModel) -> bool:
+    """Whether the model says that its attention goes through transformers' attention interface."""
+    return bool(getattr(model, "_supports_attention_backend", False)) or model.config.model_type in _UNSAID
+
+
+def max_positions(model: PreTrainedModel) -> int | None:
+    """Tokens that a row of the model may have, None if it sets no limit."""
+    config = model.config.get_text_config()
+    limits = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def model_structure(modules: tuple[nn.Module, ...]) -> tuple[Any, ...]:

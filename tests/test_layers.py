@@ -21,6 +21,7 @@ LAYERS = [
     ["request", "kv_manager"],
     ["scheduler"],
     [
+        "adapters",
         "attention",
         "batch",
         "batch_invariance",

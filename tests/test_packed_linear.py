@@ -13,8 +13,8 @@ from orca_hf.packed_linear import PackedLinears, can_pack
 def packed_forward(linear):
     packed = PackedLinears()
     packed.pack([linear], max_bytes=lambda: 10**9)
-    ((module, forward),) = packed.forwards
-    assert module is linear
+    (forward,) = packed.forwards
+    assert forward.module is linear
     return packed, forward
 
 
@@ -94,13 +94,13 @@ def test_a_deep_look_sees_what_data_hides(name):
     packed, forward = packed_forward(linear)
     CHANGES[name](linear.weight.data)
     packed.refresh(deep=False)
-    assert packed.forwards[0][1] is forward
+    assert packed.forwards[0] is forward
     packed.refresh(deep=True)
-    assert packed.forwards[0][1] is not forward
+    assert packed.forwards[0] is not forward
     hidden = torch.randn(1, 3, 10)
-    torch.testing.assert_close(packed.forwards[0][1](hidden), linear(hidden))
+    torch.testing.assert_close(packed.forwards[0](hidden), linear(hidden))
     packed.refresh(deep=True)
-    assert packed.forwards[0][1] is not forward
+    assert packed.forwards[0] is not forward
 
 
 def test_a_linear_that_can_no_longer_be_packed_is_dropped():

@@ -30,8 +30,20 @@ _GPT2 = {
 }
 _GEMMA = {**_HEADED, "query_pre_attn_scalar": 16, "sliding_window": 6, "tie_word_embeddings": False}
 _MOE = {**_HEADED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_PLAIN = {"scale_embedding": False, "tie_word_embeddings": False}
+_FALCON = {**_COMMON, "ffn_hidden_size": 64}
+_NEO = {**_COMMON, "num_layers": 2, "num_heads": 4, "window_size": 4, "attention_types": [[["global", "local"], 1]]}
+_XGLM = {
+    "d_model": 48,
+    "tie_word_embeddings": False,
+    "num_layers": 2,
+    "attention_heads": 4,
+    "ffn_dim": 64,
+    "activation_function": "relu",
+}
 
 # Each architecture that Orca promises, at a tiny size; sliding windows are smaller than the prompts.
+# Where one model type computes its attention in several ways, a name after a colon tells them apart.
 ARCHITECTURES = {
     "llama": _GROUPED,
     "mistral": {**_GROUPED, "sliding_window": 6},
@@ -52,6 +64,28 @@ ARCHITECTURES = {
     "granite": _GROUPED,
     "mixtral": {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
     "qwen3_moe": _MOE,
+    "stablelm": {**_GROUPED, "qk_layernorm": True, "partial_rotary_factor": 0.5},
+    "biogpt": {**_COMMON, **_PLAIN},
+    "gpt_bigcode": _GPT2,
+    "codegen": {**_GPT2, "rotary_dim": 8},
+    "gptj": {**_GPT2, "rotary_dim": 8},
+    "nemotron": _GROUPED,
+    "bloom": _COMMON,
+    "bloom:odd": {**_COMMON, "num_attention_heads": 6, "apply_residual_connection_post_layernorm": True},
+    "falcon:multi_query": {**_FALCON, "multi_query": True},
+    "falcon:grouped": {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
+    "falcon:alibi": {**_FALCON, "multi_query": False, "parallel_attn": False, "alibi": True, "bias": True},
+    "falcon:alibi_grouped": {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "alibi": True},
+    "gpt_neo": _NEO,
+    "gpt_neox_japanese": {**_COMMON, "intermediate_multiple_size": 2},
+    "mpt": {**_COMMON, "max_seq_len": 128},
+    "mpt:options": {
+        **_COMMON,
+        "num_attention_heads": 6,
+        "max_seq_len": 128,
+        "attn_config": {"clip_qkv": 1.5, "softmax_scale": 0.2, "qk_ln": True},
+    },
+    "xglm": {**_COMMON, **_XGLM},
 }
 
 # Mixed lengths, for left padding.
@@ -60,7 +94,9 @@ PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [20, 21, 22], [30], [40, 41,
 
 def make_model(model_type: str = "llama", seed: int = 0, **overrides: object) -> PreTrainedModel:
     """A random model in eval mode with weights large enough that its tokens vary."""
-    config = AutoConfig.for_model(model_type, **{**ARCHITECTURES.get(model_type, _COMMON), **overrides})
+    config = AutoConfig.for_model(
+        model_type.partition(":")[0], **{**ARCHITECTURES.get(model_type, _COMMON), **overrides}
+    )
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
