@@ -199,7 +199,13 @@ class ModelRunner:
             device=self._input_device(),
             pad_to=ROWS if deterministic else 1,
         )
-        context = AttentionContext(self.pool, batch.ragged, batch.input_ids.shape[1], deterministic, self._tables)
+        context = AttentionContext(
+            self.pool,
+            batch.ragged,
+            num_rows=batch.input_ids.shape[1],
+            batch_invariant=deterministic,
+            tables=self._tables,
+        )
         arguments: dict[str, Any] = {
             "input_ids": batch.input_ids,
             "position_ids": batch.position_ids,

@@ -325,7 +325,7 @@ def test_an_argument_that_changes_the_attention_is_refused(name):
         del given["residual"]
     if name == "gpt_neox_japanese":
         del given["alibi"]
-    context = AttentionContext(KVPool(4), batch, {})
+    context = AttentionContext(KVPool(4), batch, num_rows=batch.total_q, tables={})
     with attention_context(context), torch.no_grad(), pytest.raises(UnsupportedError, match="head_mask"):
         forward(hidden, head_mask=torch.ones(4), **given)
 
