@@ -63,6 +63,8 @@ class Generation:
         self._eos = options.eos_token_ids
         self._pad = 0 if options.pad_token_id is None else options.pad_token_id  # None only where no row needs any
         self._unfinished = set(range(num_rows))
+        # The same as native generate() keeps it: (num_rows,) of 1 and 0, or of what shape a user's criterion makes it.
+        self._going = torch.ones(num_rows, dtype=torch.long, device=input_ids.device)
         self._num_open = num_rows
         self._held: dict[int, Tensor] = {}
         self._plain = options.is_plain_greedy and not lockstep
@@ -162,28 +164,52 @@ class Generation:
         if options.output_logits:
             self.logits.append(logits)
         tokens = self._draw(rows, scores) if options.do_sample else torch.argmax(scores, dim=-1)
+        going = self._going if every_row else self._going[rows]
         if options.ends_by_eos:
-            alive = torch.tensor([row in self._unfinished for row in rows], device=tokens.device)
-            tokens = torch.where(alive, tokens, self._pad)
+            tokens = tokens * going + self._pad * (1 - going)
         ids[:, length] = tokens
         if not every_row:
             self._ids[rows, length] = tokens
-        over = options.criteria(self._shown(ids, length + 1), tuple(self.scores) if options.output_scores else None)
-        if over.shape != (len(rows),):
-            raise UnsupportedError(f"a stopping criterion returns the shape {tuple(over.shape)}, not one of each row")
-        self._unfinished -= {row for row, ended in zip(rows, over.tolist(), strict=True) if ended}
-        if self.streamer is not None:
-            self.streamer.put(self._ids[:, length].cpu())
+        streamed = None if self.streamer is None else self._ids[:, length].to("cpu", copy=True)
+        judged = rows
+        if options.has_foreign_code and not every_row:
+            judged, ids, going = list(range(len(self.requests))), self._ids, self._going
+        shown = self._shown(ids, length + 1)
+        over = options.criteria(shown, tuple(self.scores) if options.output_scores else None)
+        if options.has_foreign_code:
+            ids[:, : length + 1] = shown
+            tokens = self._ids[rows, length]  # natively the next forward reads what a user's criterion has written
+        self._end_rows(judged, going & ~over)
+        if self.streamer is not None and streamed is not None:
+            self.streamer.put(streamed)
         leaving = set(rows) - self._unfinished
         if options.needs_all_rows and self._unfinished:
             leaving = set()
         return [(self.requests[row], token, row in leaving) for row, token in zip(rows, tokens.tolist(), strict=True)]
 
+    def _end_rows(self, rows: list[int], going: Tensor) -> None:
+        """Note which of `rows` go on: those of which `going` is not 0."""
+        if going.shape == (len(rows),):
+            if len(rows) == len(self.requests):
+                self._going = going
+            else:
+                self._going[rows] = going
+            self._unfinished -= {row for row, value in zip(rows, going.tolist(), strict=True) if value == 0}
+        elif self.options.ends_by_eos:
+            raise UnsupportedError(f"a stopping criterion makes the shape {tuple(going.shape)} of {len(rows)} rows")
+        else:
+            # A criterion of shape (num_rows, 1), as transformers documents it: natively that leaves a square, and all
+            # rows go on until nothing of it does. The lockstep of foreign code has seen to it that all rows are here.
+            self._going = going
+            if not going.any():
+                self._unfinished.clear()
+
     def _shown(self, ids: Tensor, length: int) -> Tensor:
         """The first `length` tokens, for processors and criteria: a user's may want them in one piece, or keep them."""
         if not self.options.has_foreign_code:
             return ids[:, :length]
-        return ids[:, :length].contiguous()
+        dtype = self._input_ids.dtype if length == self.prompt_len else torch.long  # natively until a token is joined
+        return ids[:, :length].contiguous().to(dtype)
 
     def _draw(self, rows: list[int], scores: Tensor) -> Tensor:
         probs = torch.nn.functional.softmax(scores, dim=-1)
