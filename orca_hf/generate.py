@@ -88,7 +88,8 @@ class OrcaGenerate:
         if engine is None or reasons:
             self._log_native(reasons)
             return self._native(*args, **kwargs)
-        return self._prepare_and_run(engine, arguments, generation_config)
+        call, streamer = _seam_arguments(arguments, generation_config)
+        return self._prepare_and_run(engine, call, streamer)
 
     def explain(self, **kwargs: Any) -> list[str]:
         """Every reason why a call with these arguments goes to the native path; empty if Orca runs it."""
@@ -98,16 +99,21 @@ class OrcaGenerate:
         input_ids = arguments.get("inputs")
         if input_ids is None:
             input_ids = arguments["kwargs"].get("input_ids")
-        if isinstance(input_ids, Tensor):
-            reasons += input_reasons(
-                self.model,
-                input_ids,
-                arguments["kwargs"].get("attention_mask"),
-                _max_length(generation_config, input_ids.shape[-1]),
-            )
-        if not reasons:
-            reasons += self._find_engine(modules)[1]
-        return reasons
+        if reasons:
+            if isinstance(input_ids, Tensor):
+                attention_mask = arguments["kwargs"].get("attention_mask")
+                max_length = _max_length(generation_config, input_ids.shape[-1])
+                reasons += input_reasons(self.model, input_ids, attention_mask, max_length)
+            return reasons
+        engine, reasons = self._find_engine(modules)
+        if engine is None or input_ids is None:
+            return reasons
+        call, streamer = _seam_arguments(arguments, generation_config)
+
+        def look(model: PreTrainedModel, *prepared: Any, **named: Any) -> list[str]:
+            return self._plan(engine, streamer is not None, *prepared, **named)[1]
+
+        return self._native(**call, custom_generate=look)
 
     def release(self) -> None:
         """Give K/V memory and packed weights of idle engines back; they are made again when needed."""
@@ -175,55 +181,53 @@ class OrcaGenerate:
                     return engine, []
             return None, [f"{type(self.model).__name__} cannot be run by Orca: {why}"]
 
-    def _prepare_and_run(self, engine: Engine, arguments: dict[str, Any], merged: GenerationConfig) -> Any:
-        call = {**arguments.pop("kwargs"), **arguments}
-        call.pop("custom_generate", None)
-        streamer: Streamer | None = call.pop("streamer", None)
-        _move_stop_strings(call, merged)
+    def _plan(
+        self,
+        engine: Engine,
+        has_streamer: bool,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> tuple["_Run | None", list[str]]:
+        """What to do with a prepared call, as generate() hands it to a decoding loop: run it, or the reasons not to."""
+        attention_mask = model_kwargs.get("attention_mask")
+        max_length = _max_length_of(stopping_criteria)
+        reasons = input_reasons(self.model, input_ids, attention_mask, max_length) or prepared_reasons(
+            input_ids,
+            attention_mask,
+            model_kwargs.get("position_ids"),
+            generation_config._pad_token_tensor,
+            stopping_criteria,
+            max_length,
+            engine.runner.vocab_size,
+        )
+        if reasons:
+            return None, reasons
+        run = _Run(engine, input_ids, attention_mask, logits_processor, stopping_criteria, generation_config)
+        return run, run.reasons(has_streamer)
 
-        def decode(
-            model: PreTrainedModel,
-            input_ids: Tensor,
-            logits_processor: Any,
-            stopping_criteria: StoppingCriteriaList,
-            generation_config: GenerationConfig,
-            **model_kwargs: Any,
-        ) -> Any:
+    def _prepare_and_run(self, engine: Engine, call: dict[str, Any], streamer: Streamer | None) -> Any:
+        def decode(model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> Any:
             if streamer is not None:
                 streamer.put(input_ids.cpu())
-            attention_mask = model_kwargs.get("attention_mask")
-            max_length = _max_length_of(stopping_criteria)
-            reasons = input_reasons(model, input_ids, attention_mask, max_length) or prepared_reasons(
-                input_ids,
-                attention_mask,
-                model_kwargs.get("position_ids"),
-                generation_config._pad_token_tensor,
-                stopping_criteria,
-                max_length,
-                engine.runner.vocab_size,
-            )
-            if not reasons:
-                run = _Run(engine, input_ids, attention_mask, logits_processor, stopping_criteria, generation_config)
-                try:
-                    result = run(streamer, model)
-                except BaseException as error:
-                    if not isinstance(error, UnsupportedError) or run.has_tokens:
-                        # Natively the end is never told; whoever reads the stream would wait for it for ever.
-                        _end(streamer)
-                        raise
-                    reasons = [str(error)]
-                else:
+            run = None
+            try:
+                run, reasons = self._plan(engine, streamer is not None, input_ids, **prepared)
+                if run is not None and not reasons:
+                    result = run(streamer)
+            except BaseException as error:
+                if not isinstance(error, UnsupportedError) or (run is not None and run.has_tokens):
+                    # Natively the end is never told; whoever reads the stream would wait for it for ever.
                     _end(streamer)
-                    return result
+                    raise
+                reasons = [str(error)]
+            if not reasons:
+                _end(streamer)
+                return result
             self._log_native(reasons)
-            return self._private("_sample")(
-                input_ids,
-                logits_processor=logits_processor,
-                stopping_criteria=stopping_criteria,
-                generation_config=generation_config,
-                streamer=streamer,
-                **model_kwargs,
-            )
+            return self._private("_sample")(input_ids, streamer=streamer, **prepared)
 
         return self._native(**call, custom_generate=decode)
 
@@ -257,16 +261,27 @@ class _Run:
             output_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),
             output_cache=bool(generation_config.return_dict_in_generate and generation_config.use_cache),
         )
+        self.fits = False
         self.has_tokens = False
 
-    def __call__(self, streamer: Streamer | None, model: PreTrainedModel) -> Tensor | GenerateDecoderOnlyOutput:
+    def reasons(self, has_streamer: bool) -> list[str]:
+        """Why it cannot run for want of memory.
+
+        Raises:
+            TokenIdError: A row has a token that the model has no embedding for.
+            CapacityError: One of its rows could never hold its slots.
+        """
         _check_token_ids(self.prompts, self.engine.runner.vocab_size)
         max_new_tokens = self.options.max_new_tokens(self.input_ids.shape[1])
-        fits = self.engine.fits_at_once([len(prompt) for prompt in self.prompts], max_new_tokens)
-        must = self.options.must_lockstep(len(self.prompts), streamer is not None)
-        if must and not fits:
-            raise UnsupportedError("its rows are looked at together and do not fit into the K/V memory at once")
-        lockstep = must or (fits and self.options.wants_lockstep(len(self.prompts)))
+        self.fits = self.engine.fits_at_once([len(prompt) for prompt in self.prompts], max_new_tokens)
+        if self.fits or not self.options.must_lockstep(len(self.prompts), has_streamer):
+            return []
+        return ["its rows are looked at together and do not fit into the K/V memory at once"]
+
+    def __call__(self, streamer: Streamer | None) -> Tensor | GenerateDecoderOnlyOutput:
+        num_rows = len(self.prompts)
+        lockstep = self.options.must_lockstep(num_rows, streamer is not None)
+        lockstep |= self.fits and self.options.wants_lockstep(num_rows)
         generation = Generation(self.input_ids, self.prompts, self.options, streamer=streamer, lockstep=lockstep)
         try:
             self.engine.run(generation)
@@ -279,7 +294,7 @@ class _Run:
             "sequences": generation.sequences(),
             "scores": tuple(generation.scores) if self.options.output_scores else None,
             "logits": tuple(generation.logits) if self.options.output_logits else None,
-            _CACHE_FIELD: _as_cache(generation, model),
+            _CACHE_FIELD: _as_cache(generation, self.engine.runner.model),
         }
         return GenerateDecoderOnlyOutput(**fields)
 
@@ -289,7 +304,8 @@ def _own_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[i
     rows: list[list[int]] = input_ids.tolist()
     if attention_mask is None:
         return rows
-    lengths = [int(length) for length in attention_mask.sum(dim=1).tolist()]
+    # Counted, not summed: a mask in bf16 would round 297 tokens to 296.
+    lengths: list[int] = attention_mask.count_nonzero(dim=1).tolist()
     return [row[len(row) - length :] for row, length in zip(rows, lengths, strict=True)]
 
 
@@ -318,6 +334,15 @@ def _max_length(generation_config: GenerationConfig, prompt_len: int) -> int | N
     if generation_config.max_new_tokens is not None:
         return prompt_len + generation_config.max_new_tokens
     return generation_config.max_length
+
+
+def _seam_arguments(arguments: dict[str, Any], merged: GenerationConfig) -> tuple[dict[str, Any], Streamer | None]:
+    """generate()'s arguments, by name, for a call with a decoding loop of ours; and its streamer, which we feed."""
+    call = {**{name: value for name, value in arguments.items() if name != "kwargs"}, **arguments["kwargs"]}
+    call.pop("custom_generate", None)
+    streamer: Streamer | None = call.pop("streamer", None)
+    _move_stop_strings(call, merged)
+    return call, streamer
 
 
 def _move_stop_strings(call: dict[str, Any], merged: GenerationConfig) -> None:

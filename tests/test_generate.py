@@ -253,6 +253,17 @@ def test_padding_of_every_kind_equals_native(twins, name):
     assert torch.equal(ours, native)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.bool], ids=str)
+def test_a_mask_of_any_dtype_counts_every_token(dtype):
+    """297 tokens are no number in bf16, nor in eight bits."""
+    prompt = torch.randint(3, VOCAB, (2, 300), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, 300)
+    mask[1, :3] = 0
+    batch = {"input_ids": prompt, "attention_mask": mask.to(dtype), "max_new_tokens": 2, "do_sample": False}
+    twins = make_model(max_position_embeddings=512), orca_hf.wrap(make_model(max_position_embeddings=512))
+    assert_same(*(model.generate(**batch, return_dict_in_generate=True, output_logits=True) for model in twins))
+
+
 def test_padding_without_a_mask_is_found_as_natively(twins):
     batch = {"input_ids": pad_left(PROMPTS)["input_ids"]}
     (native, _), (ours, _) = both(twins, **batch, max_new_tokens=8, do_sample=False)
