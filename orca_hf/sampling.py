@@ -1,7 +1,8 @@
 """From logits to tokens: one generate() call's rows, with the processors and criteria that generate() built for it."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -73,7 +74,6 @@ class Generation:
             num_streams = 1 if lockstep else num_rows
             self._generator = DefaultGenerator(input_ids.device, num_streams, shared=options.has_foreign_code)
         self._input_ids = input_ids
-        # Processors and criteria run in whichever thread drives, but in the mode that their caller made them in.
         self._inference_mode = torch.is_inference_mode_enabled()
         # The rows as processors and criteria are shown them; (num_rows, longest) int64.
         self._ids: Tensor | None = None
@@ -118,7 +118,8 @@ class Generation:
             over = token in self._eos or len(request.generated) + 1 == self.max_new_tokens
             accepted.append((request, token, over))
             if self.streamer is not None:
-                self.streamer.put(torch.tensor([token]))
+                with self._callers_mode():
+                    self.streamer.put(torch.tensor([token]))
         return accepted
 
     def accept_logits(self, requests: Sequence[Request], logits: Tensor) -> list[tuple[Request, int, bool]]:
@@ -128,8 +129,14 @@ class Generation:
             (request, token, whether the row has ended) of each row that got a token; in lockstep that is none until
             all rows are there, and then all.
         """
-        with torch.inference_mode(self._inference_mode), torch.no_grad():
+        with self._callers_mode():
             return self._accept_logits([self._row_of[id(request)] for request in requests], logits)
+
+    @contextmanager
+    def _callers_mode(self) -> Iterator[None]:
+        """A user's code runs in whichever thread drives, but in the mode that its caller would have run it in."""
+        with torch.inference_mode(self._inference_mode), torch.no_grad():
+            yield
 
     def _accept_logits(self, rows: list[int], logits: Tensor) -> list[tuple[Request, int, bool]]:
         if self.lockstep:

@@ -1,16 +1,15 @@
 """Promises of the engine: threads share one batch, one call's failure is its own, and nothing is lost."""
 
 import copy
-import os
 import pickle
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from joined import Gate, joined_calls
 from tiny import PROMPTS, make_model, pad_left
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import orca_hf
 from orca_hf import OrcaConfig
@@ -66,53 +65,6 @@ def test_eight_threads_equal_eight_sequential_calls():
             together = list(threads.map(call, range(len(CALLS))))
             assert all(torch.equal(ours, native) for ours, native in zip(together, alone, strict=True))
     assert_idle(model)
-
-
-class Gate(LogitsProcessor):
-    """Lets a test act while its call is in the middle of an iteration, and raises what it is told to."""
-
-    def __init__(self, after, action):
-        self.after = after
-        self.action = action
-        self.seen = 0
-
-    def __call__(self, input_ids, scores):
-        self.seen += 1
-        if self.seen > self.after:
-            self.action()
-        return scores
-
-
-def joined_calls(model, calls):
-    """Runs the calls in threads that share iterations: the first holds the engine until all have submitted.
-
-    Each is (kwargs) and its outcome is a tensor or an exception.
-    """
-    scheduler = model.generate.engines[0].scheduler
-    submitted = scheduler._next_id
-    deadline = time.monotonic() + 60
-
-    def wait_for_all():
-        # The first call's iterations go on only when every other call's row has been submitted.
-        while scheduler._next_id < submitted + 1 + len(calls):
-            assert time.monotonic() < deadline, "the other calls did not arrive"
-            os.sched_yield()
-
-    def run(kwargs):
-        try:
-            return model.generate(**kwargs)
-        except BaseException as error:
-            return error
-
-    first = {
-        "input_ids": torch.tensor([PROMPTS[0]]),
-        "max_new_tokens": 24,
-        "do_sample": False,
-        "logits_processor": LogitsProcessorList([Gate(0, wait_for_all)]),
-    }
-    with ThreadPoolExecutor(1 + len(calls)) as threads:
-        futures = [threads.submit(run, kwargs) for kwargs in [first, *calls]]
-        return [future.result(timeout=60) for future in futures]
 
 
 def raising(error):

@@ -214,9 +214,7 @@ CRITERIA = {
 @pytest.mark.parametrize("name", CRITERIA)
 def test_a_criterion_of_any_kind_gives_what_it_gives_natively(twins, name, beside):
     options = BESIDE.get(beside, {"pad_token_id": None})
-    assert_same_outcome(
-        twins, lambda model: model.generate(**made(5, **options), stopping_criteria=CRITERIA[name]())
-    )
+    assert_same_outcome(twins, lambda model: model.generate(**made(5, **options), stopping_criteria=CRITERIA[name]()))
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "num_return_sequences": 3}, ENDS], ids=str)
