@@ -185,10 +185,11 @@ def call_reasons(
 
     Args:
         model: The model that it runs on.
-        arguments: The call's arguments by name, those in **kwargs included.
+        arguments: The call's arguments by name, what generate() takes by **kwargs under "kwargs".
         generation_config: The call's configuration, with everything merged that generate() merges.
     """
     reasons = []
+    keywords = arguments.get("kwargs", {})
     mode = generation_config.get_generation_mode(arguments.get("assistant_model"))
     if mode not in _MODES:
         reasons.append(f"generation mode {mode.value} is not run by Orca")
@@ -208,12 +209,12 @@ def call_reasons(
         if getattr(generation_config, name):
             reasons.append(f"{name} is not recorded by Orca")
     if generation_config.stop_strings is not None and (
-        arguments.get("tokenizer") is None or model.generation_config.stop_strings is not None
+        keywords.get("tokenizer") is None or model.generation_config.stop_strings is not None
     ):
         reasons.append("stop_strings are in the model's own generation_config, or come without a tokenizer")
     unknown = [
         name
-        for name, value in arguments.get("kwargs", {}).items()
+        for name, value in keywords.items()
         if value is not None
         and name not in _KNOWN_INPUTS
         and name not in ("tokenizer", "assistant_tokenizer", "trust_remote_code")
