@@ -88,8 +88,7 @@ class OrcaGenerate:
         if engine is None or reasons:
             self._log_native(reasons)
             return self._native(*args, **kwargs)
-        call, streamer = _seam_arguments(arguments, generation_config)
-        return self._prepare_and_run(engine, call, streamer)
+        return self._prepare_and_run(engine, _seam_arguments(arguments, generation_config))
 
     def explain(self, **kwargs: Any) -> list[str]:
         """Every reason why a call with these arguments goes to the native path; empty if Orca runs it."""
@@ -108,10 +107,11 @@ class OrcaGenerate:
         engine, reasons = self._find_engine(modules)
         if engine is None or input_ids is None:
             return reasons
-        call, streamer = _seam_arguments(arguments, generation_config)
+        call = _seam_arguments(arguments, generation_config)
+        has_streamer = call.pop("streamer", None) is not None
 
-        def look(model: PreTrainedModel, *prepared: Any, **named: Any) -> list[str]:
-            return self._plan(engine, streamer is not None, *prepared, **named)[1]
+        def look(model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> list[str]:
+            return self._plan(engine, has_streamer, input_ids, **prepared)[1]
 
         return self._native(**call, custom_generate=look)
 
@@ -208,10 +208,10 @@ class OrcaGenerate:
         run = _Run(engine, input_ids, attention_mask, logits_processor, stopping_criteria, generation_config)
         return run, run.reasons(has_streamer)
 
-    def _prepare_and_run(self, engine: Engine, call: dict[str, Any], streamer: Streamer | None) -> Any:
+    def _prepare_and_run(self, engine: Engine, call: dict[str, Any]) -> Any:
+        streamer: Streamer | None = call.get("streamer")  # generate() gives it the prompt, and not to us
+
         def decode(model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> Any:
-            if streamer is not None:
-                streamer.put(input_ids.cpu())
             run = None
             try:
                 run, reasons = self._plan(engine, streamer is not None, input_ids, **prepared)
@@ -336,13 +336,12 @@ def _max_length(generation_config: GenerationConfig, prompt_len: int) -> int | N
     return generation_config.max_length
 
 
-def _seam_arguments(arguments: dict[str, Any], merged: GenerationConfig) -> tuple[dict[str, Any], Streamer | None]:
-    """generate()'s arguments, by name, for a call with a decoding loop of ours; and its streamer, which we feed."""
+def _seam_arguments(arguments: dict[str, Any], merged: GenerationConfig) -> dict[str, Any]:
+    """generate()'s arguments, by name, for a call with a decoding loop of ours."""
     call = {**{name: value for name, value in arguments.items() if name != "kwargs"}, **arguments["kwargs"]}
     call.pop("custom_generate", None)
-    streamer: Streamer | None = call.pop("streamer", None)
     _move_stop_strings(call, merged)
-    return call, streamer
+    return call
 
 
 def _move_stop_strings(call: dict[str, Any], merged: GenerationConfig) -> None:

@@ -48,7 +48,7 @@ def gated_call(model: PreTrainedModel, num_rows: int, driving: Event) -> dict[st
 
 
 def joined_calls(model: PreTrainedModel, calls: list[dict[str, Any]], num_rows: int | None = None) -> list[Any]:
-    """Runs the calls in threads that share iterations: one more, the first, drives, and holds the engine until all have come.
+    """Runs the calls in threads that share iterations: one more, the first, drives, and waits until all have come.
 
     Args:
         model: A wrapped model that has run once.
