@@ -1,17 +1,40 @@
 """Promise: every field of GenerationConfig runs by Orca or goes native, and either way gives what native gives.
 
-A field that a later transformers adds fails the first test until someone decides where it belongs.
+So does every argument of generate(), and every kind of object that is passed in one. A field or argument that a later
+transformers adds fails the first test until someone decides where it belongs. Each test records the row of a table:
+the option, what runs it, the reason if that is the native path, and that the result was equal or the error the same.
 """
 
+import asyncio
 import inspect
 
 import pytest
 import torch
-from tiny import PROMPTS, make_model, pad_left
-from transformers import CompileConfig, GenerationConfig, GenerationMixin, WatermarkingConfig
+from oracle import assert_same, make_twins, num_iterations, outcome
+from test_stop_strings import TOKENIZERS
+from tiny import PROMPTS, VOCAB, make_model, pad_left
+from transformers import (
+    AsyncTextIteratorStreamer,
+    CompileConfig,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    SynthIDTextWatermarkingConfig,
+    TextIteratorStreamer,
+    TextStreamer,
+    WatermarkingConfig,
+)
+from transformers.generation import (
+    ContinuousBatchingConfig,
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    TopKLogitsWarper,
+)
+from transformers.generation.streamers import BaseStreamer
 
 import orca_hf
-from orca_hf import OrcaConfig
 
 SAMPLED = {"do_sample": True}
 ENDS = {"eos_token_id": list(range(3, 50))}
@@ -24,7 +47,7 @@ FIELDS = {
     "min_new_tokens": (6, ENDS, "orca"),
     "early_stopping": (True, {}, "orca"),
     "max_time": (100.0, {}, "orca"),
-    "stop_strings": ("abc", {}, "native"),  # without a tokenizer; with one, see test_generate.test_stop_strings
+    "stop_strings": (["cc", "w"], {"tokenizer": TOKENIZERS["letters"]}, "orca"),
     "do_sample": (True, {}, "orca"),
     "num_beams": (2, {}, "native"),
     "use_mtp": (True, {}, "native"),
@@ -77,10 +100,10 @@ FIELDS = {
     "assistant_lookbehind": (5, {}, "orca"),
     "target_lookbehind": (5, {}, "orca"),
     "assistant_ensemble_weight": (0.5, {}, "orca"),
-    "speculation_type": (None, {}, "orca"),
+    "speculation_type": ("dflash", {}, "orca"),
     "compile_config": (CompileConfig(), {}, "orca"),
     "disable_compile": (True, {}, "orca"),
-    "continuous_batching_config": (None, {}, "orca"),
+    "continuous_batching_config": (ContinuousBatchingConfig(), {}, "orca"),
     "low_memory": (True, {}, "orca"),
     "penalty_alpha": (0.5, {"top_k": 4}, "native"),
     "dola_layers": ("low", {}, "native"),
@@ -92,27 +115,103 @@ FIELDS = {
 }  # fmt: skip
 NOT_OPTIONS = {"_from_model_config", "transformers_version"}
 
-# Argument of generate(): how a call that uses it runs; each is tried in test_generate.py.
+
+class Heard(BaseStreamer):
+    def put(self, value):
+        pass
+
+    def end(self):
+        pass
+
+
+def in_asyncio(generate, **call):
+    async def run():
+        streamer = AsyncTextIteratorStreamer(TOKENIZERS["letters"])
+        return await asyncio.to_thread(generate, **call, streamer=streamer), [text async for text in streamer]
+
+    return asyncio.run(run())
+
+
+def negative(rows):
+    return {"negative_prompt_ids": torch.full((rows, 3), 9), "guidance_scale": 1.5}
+
+
+def replaced(model, input_ids, **prepared):
+    return input_ids + 1
+
+
+# Argument of generate(): (the call's arguments by its number of rows, how the call runs).
 ARGUMENTS = {
-    "inputs": "orca",
-    "generation_config": "orca",
-    "logits_processor": "orca",
-    "stopping_criteria": "orca",
-    "prefix_allowed_tokens_fn": "orca",
-    "synced_gpus": "native",
-    "assistant_model": "native",
-    "streamer": "orca",
-    "negative_prompt_ids": "native",
-    "negative_prompt_attention_mask": "orca",  # says nothing without the ids
-    "custom_generate": "native",
-    "kwargs": "orca",
-}
+    "inputs": (lambda rows: {"inputs": pad_left(PROMPTS[:rows])["input_ids"], "input_ids": None}, "orca"),
+    "generation_config": (lambda rows: {"generation_config": GenerationConfig(max_new_tokens=3)}, "orca"),
+    "logits_processor": (lambda rows: {"logits_processor": LogitsProcessorList([lambda ids, s: s.flip(-1)])}, "orca"),
+    "stopping_criteria": (lambda rows: {"stopping_criteria": [lambda ids, s: ids[:, -1] % 3 == 0]}, "orca"),
+    "prefix_allowed_tokens_fn": (lambda rows: {"prefix_allowed_tokens_fn": lambda row, ids: [row, len(ids)]}, "orca"),
+    "synced_gpus": (lambda rows: {"synced_gpus": True}, "native"),  # which fails: there is no other process
+    "assistant_model": (lambda rows: {"assistant_model": make_model(seed=5)}, "native"),
+    "streamer": (lambda rows: {"streamer": Heard()}, "orca"),
+    "negative_prompt_ids": (negative, "native"),
+    "negative_prompt_attention_mask": (
+        lambda rows: {"negative_prompt_attention_mask": torch.ones(rows, 3), **negative(rows)}, "native"),
+    "custom_generate": (lambda rows: {"custom_generate": replaced}, "native"),
+    "kwargs": (lambda rows: {"use_cache": True, "max_new_tokens": 4}, "orca"),
+}  # fmt: skip
+
+# What is passed in these arguments and fields; "refused" is a call that generate() itself does not take.
+OBJECTS = {
+    "streamer: TextStreamer": (lambda rows: {"streamer": TextStreamer(TOKENIZERS["letters"])}, "orca"),
+    "streamer: TextIteratorStreamer": (lambda rows: {"streamer": TextIteratorStreamer(TOKENIZERS["letters"])}, "orca"),
+    "streamer: AsyncTextIteratorStreamer": (lambda rows: {"in": in_asyncio}, "orca"),
+    "watermarking_config: SynthID": (
+        lambda rows: {"do_sample": True, "watermarking_config": SynthIDTextWatermarkingConfig(3, [3, 5, 7, 11])},
+        "orca"),
+    "watermarking_config: a dict": (
+        lambda rows: {"do_sample": True, "watermarking_config": {"greenlist_ratio": 0.5, "bias": 3.0}}, "orca"),
+    "logits_processor: one that generate() knows": (lambda rows: {"logits_processor": [TopKLogitsWarper(1)]}, "orca"),
+    "stopping_criteria: EosTokenCriteria": (
+        lambda rows: {"stopping_criteria": StoppingCriteriaList([EosTokenCriteria(ENDS["eos_token_id"])])}, "orca"),
+    "stopping_criteria: MaxLengthCriteria": (lambda rows: {"stopping_criteria": [MaxLengthCriteria(14)]}, "orca"),
+    "stopping_criteria: MaxTimeCriteria": (lambda rows: {"stopping_criteria": [MaxTimeCriteria(0.0)]}, "orca"),
+    "stopping_criteria: none that ends": (
+        lambda rows: {"stopping_criteria": [lambda ids, scores: ids.shape[1] > 14], "max_new_tokens": None}, "orca"),
+    "eos_token_id: a number": (lambda rows: {"eos_token_id": 33}, "orca"),
+    "eos_token_id: a tensor": (lambda rows: {"eos_token_id": torch.tensor(list(range(3, 60)))}, "orca"),
+    "eos_token_id: no token": (lambda rows: {"eos_token_id": VOCAB + 9}, "orca"),
+    "eos_token_id: negative": (lambda rows: {"eos_token_id": -1}, "orca"),
+    "pad_token_id: that of eos": (lambda rows: {"eos_token_id": [33, 91, 16], "pad_token_id": 33}, "orca"),
+    "pad_token_id: None": (lambda rows: {"eos_token_id": [33, 91, 16], "pad_token_id": None}, "orca"),
+    "pad_token_id: a tensor": (lambda rows: {**ENDS, "pad_token_id": torch.tensor(7)}, "orca"),
+    "pad_token_id: outside the vocabulary": (lambda rows: {**ENDS, "pad_token_id": VOCAB}, "native"),
+    "pad_token_id: negative": (lambda rows: {**ENDS, "pad_token_id": -1}, "native"),
+    "max_time: 0": (lambda rows: {"max_time": 0.0}, "orca"),
+    "attention_mask: None": (lambda rows: {"attention_mask": None}, "orca"),
+    "attention_mask: with holes": (
+        lambda rows: {"attention_mask": torch.tensor([[1, 0] + [1] * 9] * rows)}, "native"),
+    "attention_mask: right padding": (
+        lambda rows: {"attention_mask": torch.tensor([[1] * 10 + [0]] * rows)}, "native"),
+    "position_ids": (lambda rows: {"position_ids": torch.arange(11).expand(rows, -1)}, "native"),
+    "inputs_embeds": (
+        lambda rows: {"inputs_embeds": torch.ones(rows, 4, 48), "attention_mask": None, "input_ids": None}, "native"),
+    "tokenizer": (lambda rows: {"tokenizer": TOKENIZERS["letters"]}, "orca"),
+    "trust_remote_code": (lambda rows: {"trust_remote_code": True}, "orca"),
+    "do_sample, top_k 1": (lambda rows: {"do_sample": True, "top_k": 1}, "orca"),
+    "num_return_sequences: greedy": (lambda rows: {"num_return_sequences": 2}, "refused"),
+    "num_beams: 1": (lambda rows: {"num_beams": 1}, "orca"),
+    "num_beams: with a streamer": (lambda rows: {"num_beams": 2, "streamer": Heard()}, "native"),
+    "temperature: 0": (lambda rows: {"do_sample": True, "temperature": 0.0}, "refused"),
+    "return_dict": (lambda rows: {"return_dict": True}, "refused"),
+    "an unknown argument": (lambda rows: {"no_such_argument": 1}, "native"),
+    "custom_generate: no such folder": (lambda rows: {"custom_generate": "/no/such"}, "native"),
+    **{f"cache_implementation: {name}": (lambda rows, name=name: {"cache_implementation": name}, runs_by)
+       for name, runs_by in {"dynamic": "orca", "hybrid": "orca", "offloaded": "native", "quantized": "native",
+                             "static": "native", "offloaded_static": "native", "sliding_window": "native",
+                             "nonsense": "refused"}.items()},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def twins():
-    config = OrcaConfig(max_batch_size=3, max_batch_tokens=7, max_slots=256, block_size=4)
-    return make_model(), orca_hf.wrap(make_model(), config)
+    return make_twins()
 
 
 def test_every_field_and_argument_has_been_decided():
@@ -120,43 +219,100 @@ def test_every_field_and_argument_has_been_decided():
     assert set(inspect.signature(GenerationMixin.generate).parameters) - {"self"} == set(ARGUMENTS)
 
 
-def outcome(model, rows, options):
-    torch.manual_seed(0)
-    try:
-        return model.generate(**pad_left(PROMPTS[:rows]), **{"max_new_tokens": 8, "do_sample": False, **options})
-    except Exception as error:
-        return error
+def generate(model, call):
+    call = dict(call)
+    how = call.pop("in", None)
+    return how(model.generate, **call) if how else model.generate(**call)
 
 
-@pytest.mark.parametrize("rows", [1, len(PROMPTS)])
+def check(twins, record_property, option, options_of, runs_by):
+    """One row and several, natively and wrapped; then what explain() says is held against what was done."""
+    results, reasons = set(), ()
+    for rows in (1, len(PROMPTS)):
+        calls = []
+        for _ in range(3):  # each gets streamers and processors of its own
+            made = {"max_new_tokens": 8, "do_sample": False, **pad_left(PROMPTS[:rows]), **options_of(rows)}
+            if "generation_config" in made:
+                del made["max_new_tokens"], made["do_sample"]
+            calls.append({name: value for name, value in made.items() if value is not None or name == "pad_token_id"})
+        native = outcome(lambda call=calls[0]: generate(twins[0], call))
+        before = num_iterations(twins[1])
+        ours = outcome(lambda call=calls[1]: generate(twins[1], call))
+        iterations = num_iterations(twins[1]) - before
+        assert_same(native.result, ours.result)
+        assert ours.next_random == native.next_random
+        explained = outcome(
+            lambda call=calls[2]: orca_hf.explain(twins[1], **{k: v for k, v in call.items() if k != "in"})
+        )
+        results.add("same error" if isinstance(native.result, Exception) else "equal")
+        if runs_by == "refused":
+            assert_same(native.result, explained.result)
+            reasons = (f"generate() itself refuses it: {type(native.result).__name__}",)
+            continue
+        reasons = explained.result.reasons
+        assert explained.result.runs_by == runs_by, explained.result
+        if not isinstance(native.result, Exception):
+            assert (iterations > 0) == (runs_by == "orca")
+    row = {"option": option, "runs by": "orca" if runs_by == "orca" else "native", "reason": "; ".join(reasons)}
+    record_property("options", {**row, "result": " or ".join(sorted(results))})
+
+
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_field_gives_what_it_gives_natively(twins, name, rows):
+def test_a_field_gives_what_it_gives_natively(twins, record_property, name):
     value, beside, runs_by = FIELDS[name]
-    options = {**beside, name: value}
-    native, ours = (outcome(model, rows, options) for model in twins)
-    if isinstance(native, Exception):
-        assert type(ours) is type(native), (native, ours)
-        assert str(ours) == str(native)
-    else:
-        assert type(ours) is type(native)
-        tokens = [result if isinstance(result, torch.Tensor) else result.sequences for result in (native, ours)]
-        assert torch.equal(*tokens)
-    made = {"max_new_tokens": 8, "do_sample": False, **options}
-    try:
-        explanation = orca_hf.explain(twins[1], **pad_left(PROMPTS[:rows]), **made)
-    except Exception as error:
-        assert type(error) is type(native)
-    else:
-        assert explanation.runs_by == runs_by, explanation
+    check(twins, record_property, name, lambda rows: {**beside, name: value}, runs_by)
 
 
-def test_the_same_fields_count_in_a_configuration(twins):
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_argument_gives_what_it_gives_natively(twins, record_property, name):
+    check(twins, record_property, f"{name}=", *ARGUMENTS[name])
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_an_object_gives_what_it_gives_natively(twins, record_property, name):
+    check(twins, record_property, name, *OBJECTS[name])
+
+
+def test_paged_attention_is_natives(twins, monkeypatch):
+    """Not run to its end here: natively it takes a minute of waiting."""
+    given = []
+
+    def generate_batch(self, inputs, **kwargs):
+        given.append(inputs)
+        raise ZeroDivisionError
+
+    for model in twins:
+        monkeypatch.setattr(type(model), "generate_batch", generate_batch)
+        with pytest.raises(ZeroDivisionError):
+            model.generate(**pad_left(PROMPTS), cache_implementation="paged", max_new_tokens=3)
+    assert given[0] == given[1]
+    assert orca_hf.explain(twins[1], cache_implementation="paged").runs_by == "native"
+
+
+@pytest.mark.parametrize("where", ["generation_config", "model.generation_config", "both, kwargs win"])
+def test_the_same_fields_count_wherever_they_are_given(twins, where):
     """kwargs are merged into a configuration natively; given as one, a field must not slip through."""
+    plain = [model.generation_config for model in twins]
     for name, (value, beside, runs_by) in FIELDS.items():
+        fields = {"max_new_tokens": 4, **beside, name: value}
+        tokenizer = {"tokenizer": fields.pop("tokenizer")} if "tokenizer" in fields else {}
+        call = {**pad_left(PROMPTS[:2]), **tokenizer}
         try:
-            config = GenerationConfig(**{"max_new_tokens": 8, **beside, name: value})
-            explanation = orca_hf.explain(twins[1], config, **pad_left(PROMPTS))
-        except Exception as error:
-            assert isinstance(outcome(twins[0], 1, {**beside, name: value}), type(error)), name
+            config = GenerationConfig(pad_token_id=fields.pop("pad_token_id", 0), **fields)
+        except ValueError:
+            continue  # natively no such configuration can be made
+        if where == "model.generation_config":
+            for model in twins:
+                model.generation_config = config
+            if name == "stop_strings":
+                runs_by = "native"  # they cannot be taken out of the model's own
         else:
-            assert explanation.runs_by == runs_by, (name, explanation)
+            call["generation_config"] = config
+        if where.startswith("both"):
+            call["max_new_tokens"] = 3
+        native, ours = (outcome(lambda model=model, call=call: model.generate(**call)) for model in twins)
+        assert_same(native.result, ours.result)
+        if not isinstance(native.result, Exception):
+            assert orca_hf.explain(twins[1], **call).runs_by == runs_by, name
+    for model, config in zip(twins, plain, strict=True):
+        model.generation_config = config
