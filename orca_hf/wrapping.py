@@ -101,10 +101,12 @@ def explain(model: object, generation_config: GenerationConfig | None = None, **
     Args:
         model: A wrapped model, or one that could be.
         generation_config: As for generate().
-        **generate_kwargs: As for generate(); with `input_ids` and `attention_mask` the rows are judged too.
+        **generate_kwargs: As for generate(); with `input_ids` the call is prepared as generate() prepares it, and the
+            rows are judged too.
 
     Raises:
         ModelError: `model` is not a causal language model.
+        Exception: Whatever such a call raises before its first forward.
     """
     inner = _find_causal_lm(model)
     generate = _orca_generate(inner)
