@@ -304,6 +304,10 @@ def attend(
         raise UnsupportedError(f"{type(module).__name__} passes {', '.join(unknown)} to attention")
     if dropout:
         raise UnsupportedError(f"attention dropout is {dropout}")
+    if torch.is_autocast_enabled(query.device.type) and query.dtype is not torch.float64:
+        # A rotary embedding widens Q and K again; natively autocast narrows all three at the attention's products.
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if not query.dtype == key.dtype == value.dtype:
         raise UnsupportedError(f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}")
     if query.shape[0] != 1 or query.shape[2] != context.num_rows or key.shape[2] != context.num_rows:

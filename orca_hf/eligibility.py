@@ -11,6 +11,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_manage
 
 from orca_hf.adapters import find_adapter
 from orca_hf.attention import IMPLEMENTATION
+from orca_hf.known_forwards import autocast_of_forward, is_own_forward
 from orca_hf.patches import StandIn, attention_configs
 from orca_hf.runner import max_positions, uses_interface
 
@@ -66,7 +67,7 @@ _HARMLESS_PREPARE_INPUTS = frozenset({
 _HARMLESS_HOOKS = "transformers."
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 # Inputs of a forward that generate() makes itself, or that say nothing about a text-only decoder's tokens.
-_KNOWN_INPUTS = frozenset({"input_ids", "attention_mask", "use_cache", "return_dict"})
+_KNOWN_INPUTS = frozenset({"input_ids", "attention_mask", "use_cache", "return_dict", "labels"})
 
 
 def model_reasons(model: PreTrainedModel, modules: tuple[nn.Module, ...]) -> list[str]:
@@ -150,7 +151,7 @@ def module_reasons(modules: tuple[nn.Module, ...]) -> list[str]:
         # accelerate moves inputs and weights between devices that way, and nothing else; but in an adapted module it
         # would have the adapter's place.
         is_moved = hasattr(module, "_hf_hook") and find_adapter(module) is None
-        if forward is not None and not (is_moved or isinstance(forward, StandIn)):
+        if not (forward is None or is_moved or isinstance(forward, StandIn) or is_own_forward(module)):
             return [f"a {type(module).__name__} has a forward of its own"]
     return []
 
@@ -201,6 +202,12 @@ def call_reasons(
         reasons.append("guidance_scale runs the model a second time")
     if generation_config.cache_implementation not in (None, "dynamic"):
         reasons.append(f"cache_implementation={generation_config.cache_implementation!r} asks for a cache of its own")
+    if (
+        generation_config.return_dict_in_generate
+        and generation_config.use_cache is not False
+        and autocast_state(model) is not None
+    ):
+        reasons.append("the cache that is returned under autocast holds K and V wider than they are used")
     if generation_config.token_healing:
         reasons.append("token_healing rewrites the prompt")
     if generation_config.is_assistant:
@@ -313,8 +320,10 @@ def prepared_reasons(
     return reasons
 
 
-def autocast_state(device: torch.device) -> tuple[str, torch.dtype] | None:
-    """The caller's autocast on `device`, as (device type, dtype), or None."""
-    if not torch.is_autocast_enabled(device.type):
-        return None
-    return device.type, torch.get_autocast_dtype(device.type)
+def autocast_state(model: PreTrainedModel) -> tuple[str, torch.dtype] | None:
+    """The autocast that `model` runs under, its own or the caller's, as (device type, dtype), or None."""
+    device_type = model.device.type
+    own = autocast_of_forward(model)
+    if own is not None or not torch.is_autocast_enabled(device_type):
+        return own
+    return device_type, torch.get_autocast_dtype(device_type)

@@ -154,7 +154,7 @@ class OrcaGenerate:
                 logger.warning("generate() runs natively, without Orca: %s.", reason)
 
     def _find_engine(self, modules: tuple[nn.Module, ...]) -> tuple[Engine | None, list[str]]:
-        autocast = autocast_state(self.model.device)
+        autocast = autocast_state(self.model)
         if any(engine.driven_by_this_thread for engine in self.engines):
             return None, ["generate() is called from inside a processor, criterion or streamer of a running call"]
         with self._lock:

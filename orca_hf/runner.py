@@ -118,7 +118,9 @@ class ModelRunner:
         for request, logits in zip(requests, ours, strict=True):
             with torch.inference_mode(False), torch.no_grad(), self._autocast():
                 native = self._native_logits(request.prompt)
-            tolerance = max(1e-4, 16 * torch.finfo(native.dtype).eps) * max(1.0, native.abs().max().item())
+            dtypes = [native.dtype] if self.autocast is None else [native.dtype, self.autocast[1]]  # fp32 may come last
+            eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+            tolerance = max(1e-4, 16 * eps) * max(1.0, native.abs().max().item())
             difference = (logits.float() - native.float().to(logits.device)).abs().max().item()
             if not difference <= tolerance:  # also where either is NaN
                 raise UnsupportedError(

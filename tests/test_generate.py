@@ -122,16 +122,31 @@ def test_what_explain_says_of_rows_is_what_happens(twins):
         assert (num_iterations(model) == before) == bool(reason)
 
 
-def test_autocast(twins):
+@pytest.mark.parametrize("options", [{"use_cache": False}, {}], ids=["no cache", "cache"])
+def test_autocast(twins, options):
+    """Weights in fp32 under autocast in bf16: K and V are narrowed as natively, but a returned cache would not be."""
     results = []
     for model in twins:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            results.append(model.generate(**made(1, return_dict_in_generate=True, output_logits=True)))
+            call = made(1, return_dict_in_generate=True, output_logits=True, **options)
+            results.append(model.generate(**call))
+            if model is twins[1]:
+                explanation = orca_hf.explain(model, return_dict_in_generate=True, **options)
+                assert explanation.runs_by == "orca" if options else "under autocast" in str(explanation)
     native, ours = results
     assert ours.logits[0].dtype == native.logits[0].dtype
     torch.testing.assert_close(ours.logits[0], native.logits[0], atol=0.1, rtol=0.05)
     plain = made()
     assert_same(twins[0].generate(**plain), twins[1].generate(**plain))
+
+
+def test_labels_change_nothing(twins):
+    """Seq2SeqTrainer hands its batch over as it is; natively labels are left out of every forward."""
+    batch = made()
+    labels = torch.full_like(batch["input_ids"], 9)
+    assert_same_outcome(twins, lambda model: model.generate(**batch, labels=labels))
+    assert_same(twins[0].generate(**batch), twins[1].generate(**batch, labels=labels))
+    assert orca_hf.explain(twins[1], **batch, labels=labels).runs_by == "orca"
 
 
 def test_a_call_looked_at_as_a_whole_that_does_not_fit_goes_native(caplog):

@@ -25,6 +25,7 @@ LAYERS = [
         "attention",
         "batch",
         "batch_invariance",
+        "known_forwards",
         "kv_pool",
         "openmp",
         "packed_linear",
