@@ -160,6 +160,9 @@ def training_reasons(model: PreTrainedModel) -> list[str]:
     """Why `model` in its present mode would not give the same tokens twice."""
     if not model.training:
         return []
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        # Some models (GPT-2) then forget their cache from one step to the next, and their tokens with it.
+        return ["the model is in training mode with gradient checkpointing"]
     dropout = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.AlphaDropout)
     if any(isinstance(module, dropout) and module.p > 0 and module.training for module in model.modules()):
         return ["the model is in training mode and has dropout"]

@@ -238,6 +238,21 @@ def test_training_mode_without_dropout_runs_by_orca_and_with_it_natively():
     assert orca_hf.explain(model.eval()).runs_by == "orca"
 
 
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_gradient_checkpointing_in_training_mode_is_answered_as_natively(model_type):
+    """GPT-2 drops its cache then and goes on from the last token alone; Llama does not."""
+    results = []
+    for wrapped in (False, True):
+        model = make_model(model_type, **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)).train()
+        model.gradient_checkpointing_enable()
+        if wrapped:
+            orca_hf.wrap(model, OrcaConfig(max_slots=512))
+        results.append(model.generate(**BATCH))
+    assert torch.equal(*results)
+    assert "gradient checkpointing" in str(orca_hf.explain(model))
+    assert orca_hf.explain(model.eval()).runs_by == "orca"
+
+
 def test_peft_adapters_are_seen_and_prompt_tuning_goes_native():
     peft = pytest.importorskip("peft")
     from functools import partial
