@@ -160,12 +160,14 @@ def training_reasons(model: PreTrainedModel) -> list[str]:
     """Why `model` in its present mode would not give the same tokens twice."""
     if not model.training:
         return []
-    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+    reasons = []
+    modules = tuple(model.modules())
+    if any(getattr(module, "gradient_checkpointing", False) for module in modules):
         # Some models (GPT-2) then forget their cache from one step to the next, and their tokens with it.
-        return ["the model is in training mode with gradient checkpointing"]
+        reasons.append("the model is in training mode with gradient checkpointing")
     dropout = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.AlphaDropout)
-    if any(isinstance(module, dropout) and module.p > 0 and module.training for module in model.modules()):
-        return ["the model is in training mode and has dropout"]
+    if any(isinstance(module, dropout) and module.p > 0 and module.training for module in modules):
+        return [*reasons, "the model is in training mode and has dropout"]
     config = model.config.get_text_config()
     rates = (
         "activation_dropout",
@@ -179,7 +181,9 @@ def training_reasons(model: PreTrainedModel) -> list[str]:
         "router_jitter_noise",
     )
     active = [rate for rate in rates if isinstance(getattr(config, rate, None), float) and getattr(config, rate) > 0]
-    return [f"the model is in training mode and its {', '.join(active)} is not 0"] if active else []
+    if active:
+        reasons.append(f"the model is in training mode and its {', '.join(active)} is not 0")
+    return reasons
 
 
 def call_reasons(

@@ -1,7 +1,8 @@
 """Tiny random models, and prompts for them: small enough to run natively and by Orca a hundred times over."""
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 VOCAB = 97
 
@@ -106,6 +107,15 @@ def make_model(model_type: str = "llama", seed: int = 0, **overrides: object) ->
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer for these models: the words w3 to w96 are the tokens of these numbers."""
+    vocab = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{f"w{token}": token for token in range(3, VOCAB)}}
+    words = Tokenizer(models.WordLevel(vocab, unk_token="w3"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "w3"}
+    return PreTrainedTokenizerFast(tokenizer_object=words, padding_side="left", **special)
 
 
 def pad_left(prompts: list[list[int]], pad: int = 0) -> dict[str, torch.Tensor]:
