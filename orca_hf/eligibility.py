@@ -151,7 +151,9 @@ def module_reasons(modules: tuple[nn.Module, ...]) -> list[str]:
         # accelerate moves inputs and weights between devices that way, and nothing else; but in an adapted module it
         # would have the adapter's place.
         is_moved = hasattr(module, "_hf_hook") and find_adapter(module) is None
-        if not (forward is None or is_moved or isinstance(forward, StandIn) or is_own_forward(module)):
+        if forward is None or is_moved or isinstance(forward, StandIn):
+            continue
+        if not (module is modules[0] and is_own_forward(module)):  # trainers wrap the forward of the whole model
             return [f"a {type(module).__name__} has a forward of its own"]
     return []
 

@@ -33,6 +33,11 @@ def looks_at_rows(model):
     model.forward = lambda *args, **kwargs: original(*args, **kwargs)
 
 
+def within(model):
+    """Autocast over a part of the model: K/V of other layers would be of another dtype."""
+    decorated(model.model.layers[1].self_attn)
+
+
 BFLOAT16 = ("cpu", torch.bfloat16)
 KNOWN = {
     "TRL's": ([add_fused_lm_head], None),
@@ -47,6 +52,7 @@ UNKNOWN = {
     "TRL's over a user's": [looks_at_rows, add_fused_lm_head],
     "accelerate's over a user's": [looks_at_rows, decorated],
     "a user's over TRL's": [add_fused_lm_head, looks_at_rows],
+    "autocast in a part": [within],
 }
 
 
