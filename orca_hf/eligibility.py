@@ -13,7 +13,7 @@ from orca_hf.adapters import find_adapter
 from orca_hf.attention import IMPLEMENTATION
 from orca_hf.known_forwards import autocast_of_forward, is_own_forward
 from orca_hf.patches import StandIn, attention_configs
-from orca_hf.runner import max_positions, uses_interface
+from orca_hf.runner import input_device, max_positions, uses_interface
 
 # Model types whose tokens the tests hold against native generate().
 TESTED_MODEL_TYPES = frozenset({
@@ -143,10 +143,15 @@ def _longrope_limits(parameters: Any) -> set[int]:
 
 def module_reasons(modules: tuple[nn.Module, ...]) -> list[str]:
     """What a user has hung into one of a model's `modules` that would see a flat row of tokens instead of a batch."""
+    everywhere = nn.modules.module
+    if _foreign_hooks(everywhere._global_forward_hooks) or _foreign_hooks(everywhere._global_forward_pre_hooks):
+        return ["a forward hook is registered for all modules"]
     for module in modules:
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            if not str(getattr(hook, "__module__", None)).startswith(_HARMLESS_HOOKS):
-                return [f"a {type(module).__name__} has a forward hook"]
+        if _foreign_hooks(module._forward_hooks) or _foreign_hooks(module._forward_pre_hooks):
+            return [f"a {type(module).__name__} has a forward hook"]
+        if module._compiled_call_impl is not None:
+            # A compiler would trace Orca's attention too, and anew for every shape of an iteration.
+            return [f"a {type(module).__name__} is compiled"]
         forward = module.__dict__.get("forward")
         # accelerate moves inputs and weights between devices that way, and nothing else; but in an adapted module it
         # would have the adapter's place.
@@ -155,6 +160,36 @@ def module_reasons(modules: tuple[nn.Module, ...]) -> list[str]:
             continue
         if not (module is modules[0] and is_own_forward(module)):  # trainers wrap the forward of the whole model
             return [f"a {type(module).__name__} has a forward of its own"]
+    return []
+
+
+def _foreign_hooks(hooks: Mapping[int, Any]) -> bool:
+    return any(not str(getattr(hook, "__module__", None)).startswith(_HARMLESS_HOOKS) for hook in hooks.values())
+
+
+def quantization_reasons(model: PreTrainedModel, modules: tuple[nn.Module, ...]) -> list[str]:
+    """Why quantised activations would not give native's tokens. Quantised weights alone do.
+
+    With one scale for a whole tensor a row's tokens depend on its neighbours, whom Orca chooses. With a scale for each
+    token they do not; but rounding to a few bits makes a visible step of the last bit in which fp32 results of
+    different batch shapes differ.
+    """
+    each_token = False
+    for module in modules:
+        threshold = getattr(getattr(module, "state", None), "threshold", None)  # LLM.int8(), of bitsandbytes
+        if threshold:
+            return [f"a {type(module).__name__} looks for outliers in all rows together"]
+        each_token |= threshold is not None
+        for weight in module._parameters.values():
+            if weight is None or type(weight) is nn.Parameter:
+                continue
+            options = getattr(weight, "act_quant_kwargs", None)  # torchao
+            dynamic = getattr(weight, "act_quant_scale", None) is None
+            if dynamic and type(getattr(options, "granularity", None)).__name__ == "PerTensor":
+                return [f"a {type(module).__name__} quantises its input with one scale for all rows"]
+            each_token |= options is not None or getattr(weight, "activation_quantization", None) is not None
+    if each_token and model.dtype in (torch.float32, torch.float64):
+        return [f"its activations are quantised from {model.dtype}, where a last bit can move a token"]
     return []
 
 
@@ -168,8 +203,13 @@ def training_reasons(model: PreTrainedModel) -> list[str]:
         # Some models (GPT-2) then forget their cache from one step to the next, and their tokens with it.
         reasons.append("the model is in training mode with gradient checkpointing")
     dropout = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.AlphaDropout)
-    if any(isinstance(module, dropout) and module.p > 0 and module.training for module in modules):
-        return [*reasons, "the model is in training mode and has dropout"]
+    # A batch norm, and a parametrization such as the spectral norm, count their forwards.
+    statistics = (nn.modules.batchnorm._BatchNorm, nn.utils.parametrize.ParametrizationList)
+    for module in modules:
+        if isinstance(module, dropout) and module.p > 0 and module.training:
+            return [*reasons, "the model is in training mode and has dropout"]
+        if isinstance(module, statistics) and module.training:
+            return [*reasons, f"the model is in training mode and has a {type(module).__name__}"]
     config = model.config.get_text_config()
     rates = (
         "activation_dropout",
@@ -331,8 +371,9 @@ def prepared_reasons(
 
 def autocast_state(model: PreTrainedModel) -> tuple[str, torch.dtype] | None:
     """The autocast that `model` runs under, its own or the caller's, as (device type, dtype), or None."""
-    device_type = model.device.type
+    device = model.device
+    device_type = (input_device(model) if device.type == "meta" else device).type
     own = autocast_of_forward(model)
-    if own is not None or not torch.is_autocast_enabled(device_type):
+    if own is not None or device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return own
     return device_type, torch.get_autocast_dtype(device_type)

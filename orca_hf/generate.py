@@ -23,6 +23,7 @@ from orca_hf.eligibility import (
     model_reasons,
     module_reasons,
     prepared_reasons,
+    quantization_reasons,
     training_reasons,
 )
 from orca_hf.engine import Engine
@@ -166,6 +167,8 @@ class OrcaGenerate:
             structure, why = self._unsupported.get(autocast, (None, ""))
             if structure != model_structure(modules):
                 try:
+                    if quantized := quantization_reasons(self.model, modules):
+                        raise UnsupportedError(quantized[0])
                     engine = Engine(ModelRunner(self.model, self.config, autocast), self.config)
                 except UnsupportedError as reason:
                     self._engines.pop(autocast, None)

@@ -255,12 +255,10 @@ class ModelRunner:
         return int(free_memory(torch.device("cpu")) * self.config.memory_fraction)
 
     def _embedding(self) -> Tensor:
-        weight = self.model.get_input_embeddings().weight
-        assert isinstance(weight, Tensor)
-        return weight
+        return _embedding(self.model)
 
     def _input_device(self) -> torch.device:
-        return self._embedding().device
+        return input_device(self.model)
 
     def _autocast(self) -> AbstractContextManager[object]:
         """The autocast of this runner's calls, whatever that of the thread which drives."""
@@ -282,8 +280,28 @@ def max_positions(model: PreTrainedModel) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where a forward wants its tokens: with the embedding, or where accelerate brings an offloaded embedding to."""
+    device = _embedding(model).device
+    if device.type != "meta":
+        return device
+    hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
+    for part in getattr(hook, "hooks", (hook,)):
+        if getattr(part, "execution_device", None) is not None:
+            return torch.device(part.execution_device)
+    return device
+
+
+def _embedding(model: PreTrainedModel) -> Tensor:
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
 def model_structure(modules: tuple[nn.Module, ...]) -> tuple[Any, ...]:
-    """What a runner takes for granted: the modules, their attention's names, the parameters' dtypes and devices."""
+    """What a runner takes for granted: modules, attention's names, the parameters' classes, dtypes and devices."""
     names = tuple(config._attn_implementation for config in attention_configs(modules))
     parameters = [parameter for module in modules for parameter in module._parameters.values() if parameter is not None]
-    return tuple(map(id, modules)), names, [(parameter.dtype, parameter.device) for parameter in parameters]
+    # The class too: a tensor subclass, as quantisation puts in a parameter's place, computes what it likes.
+    kinds = [(type(parameter), parameter.dtype, parameter.device) for parameter in parameters]
+    return tuple(map(id, modules)), names, kinds
