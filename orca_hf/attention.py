@@ -6,6 +6,7 @@ forward of the same model on another thread meanwhile finds the name but no iter
 implementation that the user chose.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -108,6 +109,9 @@ class AttentionContext:
 _context: ContextVar[AttentionContext | None] = ContextVar("orca_attention_context", default=None)
 # Held while names are exchanged: models of several engines may share a config.
 _naming = Lock()
+if hasattr(os, "register_at_fork"):
+    # So that no child finds it held by a thread that it does not have.
+    os.register_at_fork(before=_naming.acquire, after_in_parent=_naming.release, after_in_child=_naming.release)
 
 
 def current_context() -> AttentionContext | None:
@@ -181,6 +185,13 @@ def orca_attention(configs: tuple[PretrainedConfig, ...]) -> Iterator[None]:
                 # A name that the user has set meanwhile stays.
                 if name.uses == 0 and config._attn_implementation is name:
                     _set_attention(config, name.original)
+
+
+def restore_attention(configs: tuple[PretrainedConfig, ...]) -> None:
+    """Let `configs` name the user's attention again, whoever was running under Orca's name."""
+    for config in configs:
+        if isinstance(config._attn_implementation, _OrcaName):
+            _set_attention(config, config._attn_implementation.original)
 
 
 def _set_attention(config: PretrainedConfig, name: str | None) -> None:

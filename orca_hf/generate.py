@@ -7,9 +7,11 @@ official seam, `custom_generate`, then calls us in place of the decoding loop.
 import copy
 import inspect
 import logging
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
@@ -28,6 +30,7 @@ from orca_hf.eligibility import (
 )
 from orca_hf.engine import Engine
 from orca_hf.errors import OrcaError, TokenIdError, UnsupportedError
+from orca_hf.patches import undo_patches
 from orca_hf.runner import ModelRunner, model_structure
 from orca_hf.sampling import Generation, Streamer
 from orca_hf.sampling_options import SamplingOptions
@@ -62,6 +65,7 @@ class OrcaGenerate:
         self._unsupported: dict[Any, tuple[Any, str]] = {}  # the structure that could not be run, and why
         self._lock = threading.Lock()  # guards the two
         self._logged: set[str] = set()
+        _all.add(self)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -233,6 +237,20 @@ class OrcaGenerate:
             return self._private("_sample")(input_ids, streamer=streamer, **prepared)
 
         return self._native(**call, custom_generate=decode)
+
+
+# Every wrapped model's, for the child of a fork: there, no thread goes on that drives an engine or holds a lock.
+_all: WeakSet[OrcaGenerate] = WeakSet()
+
+
+def _start_anew() -> None:
+    for generate in list(_all):
+        generate._reset()
+        undo_patches(generate.model)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_anew)
 
 
 class _Run:

@@ -3,6 +3,7 @@
 Plain attribute writes on modules and configs, microseconds each way. Between iterations the model is the user's.
 """
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,7 +14,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from orca_hf.attention import orca_attention
+from orca_hf.attention import orca_attention, restore_attention
 from orca_hf.errors import UnsupportedError
 
 
@@ -59,6 +60,11 @@ _locks: WeakKeyDictionary[PreTrainedModel, Lock] = WeakKeyDictionary()
 _locks_lock = Lock()
 # Held while forwards are exchanged: models of several engines may share a module.
 _exchanging = Lock()
+if hasattr(os, "register_at_fork"):
+    # A child has none of the threads that hold one of the locks.
+    for _lock in (_locks_lock, _exchanging):
+        os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+    os.register_at_fork(after_in_child=_locks.clear)
 
 
 def model_lock(model: PreTrainedModel) -> Lock:
@@ -94,3 +100,12 @@ def iteration_patches(configs: tuple[PretrainedConfig, ...], stand_ins: Iterable
                     # A forward that the user has set meanwhile stays.
                     if stand_in.uses == 0 and stand_in.module.__dict__.get("forward") is stand_in:
                         del stand_in.module.__dict__["forward"]
+
+
+def undo_patches(model: PreTrainedModel) -> None:
+    """Undo what iterations of threads that a fork left behind have changed; in the child, where they never end."""
+    modules = tuple(model.modules())
+    restore_attention(attention_configs(modules))
+    for module in modules:
+        if isinstance(module.__dict__.get("forward"), StandIn):
+            del module.__dict__["forward"]

@@ -1,5 +1,6 @@
 """Random draws that follow PyTorch's default generator as native generate() would have used it."""
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,10 @@ _NUM_SEEDS = 2**62
 _taken: list[Tensor] = []
 _lock = threading.Lock()
 _seed: ContextVar[int | None] = ContextVar("orca_seed", default=None)
+if hasattr(os, "register_at_fork"):
+    # Held over a fork, so that no child finds it taken by a thread that it does not have; nor do calls of such go on.
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+    os.register_at_fork(after_in_child=_taken.clear)
 
 
 @contextmanager

@@ -162,7 +162,8 @@ class Generation:
         ids = self._ids if every_row else self._ids[rows]
         logits = logits.to(copy=True, dtype=torch.float32, device=ids.device)
         processors = options.processors if every_row else _for_rows(options.processors, rows)
-        shown = self._shown(ids, length)
+        # A user's may want them in one piece, or keep them.
+        shown = ids[:, :length].contiguous() if options.has_foreign_code else ids[:, :length]
         scores = processors(shown, logits)  # type: ignore[arg-type]
         if options.has_foreign_code:
             ids[:, :length] = shown  # natively what a user's processor writes into the tokens stays there
@@ -174,6 +175,9 @@ class Generation:
         going = self._going if every_row else self._going[rows]
         if options.ends_by_eos:
             tokens = tokens * going + self._pad * (1 - going)
+        if options.has_foreign_code:
+            # Natively so, and thus with native's errors where a processor returned scores of another shape or device.
+            torch.cat([shown, tokens[:, None]], dim=-1)
         ids[:, length] = tokens
         if not every_row:
             self._ids[rows, length] = tokens
