@@ -287,8 +287,8 @@ def input_device(model: PreTrainedModel) -> torch.device:
         return device
     hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
     for part in getattr(hook, "hooks", (hook,)):
-        if getattr(part, "execution_device", None) is not None:
-            return torch.device(part.execution_device)
+        if (execution_device := getattr(part, "execution_device", None)) is not None:
+            return torch.device(execution_device)
     return device
 
 

@@ -162,8 +162,7 @@ class Generation:
         ids = self._ids if every_row else self._ids[rows]
         logits = logits.to(copy=True, dtype=torch.float32, device=ids.device)
         processors = options.processors if every_row else _for_rows(options.processors, rows)
-        # A user's may want them in one piece, or keep them.
-        shown = ids[:, :length].contiguous() if options.has_foreign_code else ids[:, :length]
+        shown = self._shown(ids, length)
         scores = processors(shown, logits)  # type: ignore[arg-type]
         if options.has_foreign_code:
             ids[:, :length] = shown  # natively what a user's processor writes into the tokens stays there

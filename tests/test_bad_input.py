@@ -3,9 +3,11 @@
 import pytest
 import torch
 from tiny import PROMPTS, VOCAB, make_model, pad_left
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import orca_hf
 from orca_hf import CapacityError, OrcaConfig, TokenIdError
+from orca_hf.errors import UnsupportedError
 
 
 @pytest.fixture(scope="module")
@@ -85,3 +87,136 @@ def test_memory_too_small_for_one_block_is_an_error_with_the_numbers(monkeypatch
     model = orca_hf.wrap(make_model(), OrcaConfig(memory_fraction=0.25))
     with pytest.raises(CapacityError, match=r"25% of the free memory of cpu is 250 bytes"):
         model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=2)
+
+
+class Odd(LogitsProcessor, StoppingCriteria):
+    """A processor or criterion that gives something odd from its `at`-th call on."""
+
+    def __init__(self, give, before, at):
+        self.give, self.before, self.at, self.calls = give, before, at, 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        return self.give(input_ids, scores) if self.calls >= self.at else self.before(input_ids, scores)
+
+
+def whole(value):
+    return lambda input_ids, scores: torch.full_like(scores, value)
+
+
+SCORES = {
+    "NaN everywhere": whole(float("nan")),
+    "NaN in a row": lambda input_ids, scores: torch.cat([whole(float("nan"))(None, scores[:1]), scores[1:]]),
+    "-inf everywhere": whole(-float("inf")),
+    "+inf everywhere": whole(float("inf")),
+    "more columns": lambda input_ids, scores: torch.cat([scores, scores + 9], dim=1),
+    "fewer columns": lambda input_ids, scores: scores[:, :5],
+    "no column": lambda input_ids, scores: scores[:, :0],
+    "more rows": lambda input_ids, scores: torch.cat([scores, scores]),
+    "one row": lambda input_ids, scores: scores[:1],
+    "no row": lambda input_ids, scores: scores[:0],
+    "one dimension": lambda input_ids, scores: scores[0],
+    "three dimensions": lambda input_ids, scores: scores[None],
+    "bfloat16": lambda input_ids, scores: scores.bfloat16(),
+    "float64": lambda input_ids, scores: scores.double(),
+    "integers": lambda input_ids, scores: (scores * 10).long(),
+    "another device": lambda input_ids, scores: scores.to("meta"),
+    "nothing": lambda input_ids, scores: None,
+    "a list": lambda input_ids, scores: scores.tolist(),
+    "a number": lambda input_ids, scores: 3.0,
+}
+
+
+def of_rows(value, dtype=torch.bool):
+    return lambda input_ids, scores: torch.full((len(input_ids),), value, dtype=dtype)
+
+
+ENDS = {
+    "True": lambda input_ids, scores: True,
+    "False": lambda input_ids, scores: False,
+    "a list": lambda input_ids, scores: [False] * len(input_ids),
+    "nothing": lambda input_ids, scores: None,
+    "a string": lambda input_ids, scores: "no",
+    "numpy": lambda input_ids, scores: torch.ones(len(input_ids)).bool().numpy(),
+    "no dimension": lambda input_ids, scores: torch.tensor(True),
+    "one of it": lambda input_ids, scores: torch.tensor([True]),
+    "one row too many": lambda input_ids, scores: torch.zeros(len(input_ids) + 1, dtype=torch.bool),
+    "no row": lambda input_ids, scores: torch.zeros(0, dtype=torch.bool),
+    "a column": lambda input_ids, scores: torch.zeros(len(input_ids), 1, dtype=torch.bool),
+    "zeros": of_rows(0, torch.long),
+    "ones": of_rows(1, torch.long),
+    "floats": of_rows(0.0, torch.float32),
+    "another device": lambda input_ids, scores: of_rows(True)(input_ids, scores).to("meta"),
+}
+OPTIONS = {
+    "greedy": {},
+    "sampled": {"do_sample": True},
+    "with an end": {"eos_token_id": list(range(3, 20))},
+}
+
+
+def same(native, ours):
+    if isinstance(native, Exception):
+        return type(ours) is type(native)
+    return isinstance(ours, torch.Tensor) and torch.equal(ours, native)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", [*SCORES, *(f"ends: {name}" for name in ENDS)])
+def test_odd_processors_and_criteria_are_answered_as_natively(twins, name, options):
+    for rows, at in ((PROMPTS[3:4], 3), (PROMPTS[:2], 1), (PROMPTS[:2], 2)):
+        made = {**pad_left(rows), "max_new_tokens": 3, "do_sample": False, **OPTIONS[options]}
+        results = []
+        for model in twins:
+            if name in SCORES:
+                odd = Odd(SCORES[name], lambda input_ids, scores: scores, at)
+                made["logits_processor"] = LogitsProcessorList([odd])
+            else:
+                # Another shape in the middle of a call is refused by name: see below.
+                odd = Odd(
+                    ENDS[name.removeprefix("ends: ")], of_rows(False), 1 if "row" in name or "col" in name else at
+                )
+                made["stopping_criteria"] = StoppingCriteriaList([odd])
+            results.append(outcome(lambda model=model, made=made: model.generate(**made)))
+        assert same(*results), results
+        assert all(engine.stats.num_reserved == 0 for engine in twins[1].generate.engines)
+    good = {**pad_left(PROMPTS), "max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(twins[1].generate(**good), twins[0].generate(**good)), "the next call is served"
+
+
+def test_a_criterion_that_changes_its_shape_in_the_middle_of_a_call_is_refused(twins):
+    odd = Odd(lambda input_ids, scores: torch.zeros(7, dtype=torch.bool), of_rows(False), 3)
+    with pytest.raises(UnsupportedError, match=r"a stopping criterion returns the shape \(7,\)"):
+        twins[1].generate(torch.tensor([PROMPTS[0]]), max_new_tokens=5, stopping_criteria=StoppingCriteriaList([odd]))
+
+
+class Remembers(StoppingCriteria):
+    """Keeps what it knows by the row's place in the batch, as evaluation harnesses do."""
+
+    def __init__(self, num_rows, stop):
+        self.done = [False] * num_rows
+        self.stop = stop
+        self.shown = []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.shown.append(input_ids.tolist())
+        for row, done in enumerate(self.done):
+            if not done:
+                self.done[row] = bool(input_ids[row, -1] % self.stop == 0)
+        return torch.tensor(self.done)
+
+
+@pytest.mark.parametrize("max_new_tokens", [3, 16])
+def test_a_criterion_is_shown_rows_that_ended_as_well(twins, max_new_tokens):
+    seen = []
+    for model in twins:
+        criterion = Remembers(len(PROMPTS), 9)
+        output = model.generate(
+            **pad_left(PROMPTS),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            eos_token_id=list(range(3, 20)),
+            stopping_criteria=StoppingCriteriaList([criterion]),
+        )
+        seen.append((output.tolist(), criterion.shown))
+    assert seen[0] == seen[1]
