@@ -147,7 +147,9 @@ def module_reasons(modules: tuple[nn.Module, ...]) -> list[str]:
     if _foreign_hooks(everywhere._global_forward_hooks) or _foreign_hooks(everywhere._global_forward_pre_hooks):
         return ["a forward hook is registered for all modules"]
     for module in modules:
-        if _foreign_hooks(module._forward_hooks) or _foreign_hooks(module._forward_pre_hooks):
+        # Most have none, and every call asks all of them.
+        hooks = module._forward_hooks or module._forward_pre_hooks
+        if hooks and (_foreign_hooks(module._forward_hooks) or _foreign_hooks(module._forward_pre_hooks)):
             return [f"a {type(module).__name__} has a forward hook"]
         if module._compiled_call_impl is not None:
             # A compiler would trace Orca's attention too, and anew for every shape of an iteration.
