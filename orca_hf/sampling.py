@@ -211,7 +211,7 @@ class Generation:
             # A criterion of shape (num_rows, 1), as transformers documents it: natively that leaves a square, and all
             # rows go on until nothing of it does. The lockstep of foreign code has seen to it that all rows are here.
             self._going = going
-            if not going.any():
+            if going.max() == 0:  # as natively, where nothing has no maximum
                 self._unfinished.clear()
 
     def _shown(self, ids: Tensor, length: int) -> Tensor:
