@@ -3,13 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint format types layers clean
+.PHONY: demo test tables lint format types layers clean
 
 demo: $(VENV)/installed
 	$(BIN)/orca-hf demo
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+
+tables: $(VENV)/installed
+	$(BIN)/python -m pytest -n 2 --write-tables README.md tests/test_architecture_sweep.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

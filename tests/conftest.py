@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+pytest_plugins = ["tables"]
+
 # Tiny tensors gain nothing from a second thread, and the suite runs in as many processes as there are cores.
 torch.set_num_threads(1)
 
