@@ -353,7 +353,8 @@ def attention_mask(*args: Any, config: PretrainedConfig, **kwargs: Any) -> Any:
         return AttentionMaskInterface()[user_implementation(config)](*args, config=config, **kwargs)
     if kwargs.get("use_vmap"):
         raise UnsupportedError("it lays a mask of its own over the causal one")
-    if kwargs.get("local_size") is not None:
+    # Some models have masks made for all kinds of layers, whichever kinds they have.
+    if kwargs.get("local_size") is not None and set(getattr(config, "layer_types", None) or ()) != {"full_attention"}:
         context.mask_windows.add(kwargs["local_size"])
     if context.tables is None:
         return None
