@@ -89,6 +89,13 @@ _GEMMA3N = {
     "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
     "laurel_rank": 8,
 }
+_DOTS3 = {
+    "head_dim": 20,
+    "rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.4}
+        for kind in ("sliding_attention", "indexed_attention")
+    },
+}
 _INDEXER = {
     "indexer_n_heads": 2,
     "indexer_kv_heads": 1,
@@ -128,6 +135,13 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "full_attention"],
     },
     "dots1": {**_MIXED, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dots3_note": {
+        "text_config": _DOTS3,
+        "vision_config": {"adapter_in_dim": 64, "adapter_out_dim": 64},
+        "audio_config": {"adapter_input_size": 64, "adapter_out_dim": 64},
+    },
+    "dots3_note_text": _DOTS3,
+    "gemma3n": {"text_config": _GEMMA3N},
     "gemma3n_text": _GEMMA3N,
     "gemma4_assistant": _ASSISTANT,
     "gemma4_unified_assistant": _ASSISTANT,
@@ -165,7 +179,6 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "vision_config": {"crop_size": 8},
     },
     "qwen2": {**_MIXED, "use_sliding_window": True},
-    "qwen2_moe": {**_MIXED, "use_sliding_window": True},
     "qwen3": {**_MIXED, "use_sliding_window": True},
     "qwen4_exp": {"text_config": _INDEXER},
     "qwen4_exp_text": _INDEXER,
@@ -175,10 +188,6 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "axial_pos_shape": [8, 16],
         "feed_forward_size": 64,
         "attention_head_size": 16,
-        "local_attn_chunk_length": 4,
-        "lsh_attn_chunk_length": 4,
-        "hash_seed": 0,
-        "num_buckets": 4,
     },
     "roc_bert": {
         "pronunciation_embed_dim": 16,
@@ -202,8 +211,12 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
 _BASES: dict[str, dict[str, Any]] = {
     "gemma4_assistant": {"text_config": {"model_type": "gemma4_text", **_NO_EXTRA_EMBEDDINGS}},
 }
+# A vision tower that does not need a package of its own, for types whose own does: no image is ever shown to it.
+_TOWERS = {"gemma3n": "aimv2_vision_model"}
 # Types of a whole whose causal language model is made from a part's configuration.
 _PARTS = {"musicgen": "decoder", "musicgen_melody": "decoder"}
+# Weights' standard deviation where the usual one makes a model repeat itself.
+_DEVIATIONS = {"roformer": 0.5}
 
 
 def _merge(config: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,12 +227,17 @@ def _merge(config: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
     return merged
 
 
-def make_tiny(model_type: str, seed: int = 0) -> PreTrainedModel:
+def make_tiny(model_type: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A model of `model_type` in eval mode, whose tokens vary; sliding windows are shorter than tiny.PROMPTS[0]."""
     config_class = CONFIG_MAPPING[model_type]
     small = _shrink(config_class(**_BASES.get(model_type, {})).to_dict())
     small |= {"tie_word_embeddings": False, **({"is_decoder": True} if "is_decoder" in small else {})}
-    config = config_class.from_dict(_merge(small, _OVERRIDES.get(model_type, {})))
+    config = config_class.from_dict(_merge(_merge(small, _OVERRIDES.get(model_type, {})), overrides))
+    if model_type in _TOWERS:
+        tower = CONFIG_MAPPING[_TOWERS[model_type]]
+        config.__dict__["vision_config"] = tower.from_dict(  # past validation
+            {**small["vision_config"], **_shrink(tower().to_dict())}
+        )
     torch.manual_seed(seed)
     if model_type in _PARTS:
         model_class = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
@@ -229,7 +247,7 @@ def make_tiny(model_type: str, seed: int = 0) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0, 0.2)
+                parameter.normal_(0, _DEVIATIONS.get(model_type, 0.2))
             else:
                 parameter.add_(torch.randn_like(parameter), alpha=0.05)
     model.generation_config.eos_token_id = None
