@@ -284,6 +284,13 @@ def call_reasons(
     return reasons
 
 
+def output_reasons(generation_config: GenerationConfig, has_native_cache: bool) -> list[str]:
+    """Why Orca cannot give what a call asks for, of a model whose K/V it may keep in another form than native does."""
+    if generation_config.return_dict_in_generate and generation_config.use_cache is not False and not has_native_cache:
+        return ["the native cache, which is to be returned, holds something else than attention's keys and values"]
+    return []
+
+
 def _marks_text_only(model: PreTrainedModel, name: str, value: Any) -> bool:
     """Whether an input says of each token whether it is an image's, and that none is: processors add it to any text."""
     is_multimodal = model.config.get_text_config() is not model.config

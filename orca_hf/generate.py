@@ -24,6 +24,7 @@ from orca_hf.eligibility import (
     input_reasons,
     model_reasons,
     module_reasons,
+    output_reasons,
     prepared_reasons,
     quantization_reasons,
     training_reasons,
@@ -31,7 +32,7 @@ from orca_hf.eligibility import (
 from orca_hf.engine import Engine
 from orca_hf.errors import OrcaError, TokenIdError, UnsupportedError
 from orca_hf.patches import undo_patches
-from orca_hf.runner import ModelRunner, model_structure
+from orca_hf.runner import CACHE_FIELD, ModelRunner, model_structure
 from orca_hf.sampling import Generation, Streamer
 from orca_hf.sampling_options import SamplingOptions
 
@@ -39,8 +40,6 @@ logger = logging.getLogger(__name__)
 
 # Arguments of generate() that its preparing of a configuration does not take.
 _NOT_FOR_CONFIG = ("tokenizer", "assistant_tokenizer", "trust_remote_code")
-# The output's field for the K/V states; transformers renamed it on its way through version 5.
-_CACHE_FIELD = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
 
 
 class OrcaGenerate:
@@ -90,6 +89,8 @@ class OrcaGenerate:
         engine = None
         if not reasons:
             engine, reasons = self._find_engine(modules)
+        if engine is not None:
+            reasons = output_reasons(generation_config, engine.runner.has_native_cache)
         if engine is None or reasons:
             self._log_native(reasons)
             return self._native(*args, **kwargs)
@@ -110,7 +111,10 @@ class OrcaGenerate:
                 reasons += input_reasons(self.model, input_ids, attention_mask, max_length)
             return reasons
         engine, reasons = self._find_engine(modules)
-        if engine is None or input_ids is None:
+        if engine is None:
+            return reasons
+        reasons = output_reasons(generation_config, engine.runner.has_native_cache)
+        if reasons or input_ids is None:
             return reasons
         call = _seam_arguments(arguments, generation_config)
         has_streamer = call.pop("streamer", None) is not None
@@ -315,7 +319,7 @@ class _Run:
             "sequences": generation.sequences(),
             "scores": tuple(generation.scores) if self.options.output_scores else None,
             "logits": tuple(generation.logits) if self.options.output_logits else None,
-            _CACHE_FIELD: _as_cache(generation, self.engine.runner.model),
+            CACHE_FIELD: _as_cache(generation, self.engine.runner.model),
         }
         return GenerateDecoderOnlyOutput(**fields)
 

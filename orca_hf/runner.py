@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from orca_hf.adapters import adapt, native_kv
 from orca_hf.attention import AttentionContext, attention_context
@@ -22,6 +23,9 @@ from orca_hf.packed_linear import PackedLinears
 from orca_hf.patches import StandIn, attention_configs, iteration_patches, model_lock
 from orca_hf.request import Request
 from orca_hf.scheduler import Iteration, Step
+
+# An output's field for the K/V states; transformers renamed it on its way through version 5.
+CACHE_FIELD = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
 
 # What makes packed weights pay, measured on SmolLM2-135M: packing them takes as long as they save in some sixteen
 # iterations; comparing them with the model's, once whenever work begins, as long as they save in one or two.
@@ -40,6 +44,10 @@ class ModelRunner:
         model: The user's model; changed only while an iteration runs.
         config: The settings.
         autocast: Autocast to run under, as (device type, dtype), or None.
+
+    Attributes:
+        has_native_cache: Whether the pool holds what the model's native cache would, which may be latents, or heads
+            before they are repeated, or nothing for layers that share.
     """
 
     def __init__(
@@ -53,6 +61,7 @@ class ModelRunner:
         self.autocast = autocast
         self.pool = KVPool(0)
         self.packed = PackedLinears()
+        self.has_native_cache = False
         # Where a model is on the attention interface, its attention may be that of an adapted class too, by heritage.
         self._adapted = [] if uses_interface(model) else adapt(model.modules())
         self._tables: dict[Any, Tensor] | None = {} if self._adapted else None
@@ -117,7 +126,8 @@ class ModelRunner:
         ours = self.run(Iteration(tuple(Step(r, len(r.prompt) - 1, 1, samples=True) for r in requests)))
         for request, logits in zip(requests, ours, strict=True):
             with torch.inference_mode(False), torch.no_grad(), self._autocast():
-                native = self._native_logits(request.prompt)
+                output = self._native_output(request.prompt)
+            native = output.logits[0, -1]
             dtypes = [native.dtype] if self.autocast is None else [native.dtype, self.autocast[1]]  # fp32 may come last
             eps = max(torch.finfo(dtype).eps for dtype in dtypes)
             tolerance = max(1e-4, 16 * eps) * max(1.0, native.abs().max().item())
@@ -131,16 +141,17 @@ class ModelRunner:
                 alone = self.run(Iteration((Step(request, 0, len(request.prompt), samples=True),)))[0]
                 if not torch.equal(alone, logits):
                     raise UnsupportedError("its logits depend on who shares an iteration, whatever deterministic says")
+            request.computed = len(request.prompt)
+            self.has_native_cache = _is_cached(self.read_kv([request]), getattr(output, CACHE_FIELD, None))
 
-    def _native_logits(self, prompt: Sequence[int]) -> Tensor:
-        """(vocab_size,) logits of the model's own forward after `prompt`, called as generate() calls it."""
+    def _native_output(self, prompt: Sequence[int]) -> Any:
+        """What the model's own forward makes of `prompt`, called as generate() calls it."""
         input_ids = torch.tensor([prompt], device=self._input_device())
-        arguments: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
+        arguments: dict[str, Any] = {"input_ids": input_ids, "use_cache": True}
         if "position_ids" in self._accepts:
             prepare: Callable[..., Tensor] = self.model._prepare_position_ids_for_generation  # type: ignore[assignment]
             arguments["position_ids"] = prepare(input_ids, {})
-        logits: Tensor = self.model(**arguments).logits[0, -1]
-        return logits
+        return self.model(**arguments)
 
     def read_kv(self, requests: Sequence[Request]) -> list[tuple[Tensor, Tensor]]:
         """Copies of the computed K/V of `requests`, aligned at their ends, zeros before their starts.
@@ -305,3 +316,24 @@ def model_structure(modules: tuple[nn.Module, ...]) -> tuple[Any, ...]:
     # The class too: a tensor subclass, as quantisation puts in a parameter's place, computes what it likes.
     kinds = [(type(parameter), parameter.dtype, parameter.device) for parameter in parameters]
     return tuple(map(id, modules)), names, kinds
+
+
+def _is_cached(states: list[tuple[Tensor, Tensor]], cache: Any) -> bool:
+    """Whether the layers of a native `cache` hold `states`, of which one with a window holds the last alone."""
+    layers = getattr(cache, "layers", ())
+    if len(layers) != len(states):
+        return False
+    is_dummy = dict(enumerate(getattr(cache, "is_dummy", ())))  # layers that read another's K/V
+    for index, (layer, state) in enumerate(zip(layers, states, strict=True)):
+        if is_dummy.get(index):
+            continue
+        for ours, native in zip(state, (getattr(layer, "keys", None), getattr(layer, "values", None)), strict=True):
+            if native is None or native.dim() != 4 or native.dtype != ours.dtype:
+                return False
+            if (kept := native.shape[2]) > ours.shape[2]:
+                return False
+            ours = ours[:, :, ours.shape[2] - kept :].to(native.device)
+            tolerance = max(1e-4, 16 * torch.finfo(native.dtype).eps)
+            if ours.shape != native.shape or not torch.allclose(ours, native, rtol=tolerance, atol=tolerance):
+                return False
+    return True

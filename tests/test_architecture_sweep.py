@@ -1,5 +1,9 @@
 """Promise: whatever causal language model type of transformers is wrapped, generate() gives what native gives."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from tiny import PROMPTS, pad_left
@@ -8,6 +12,7 @@ from transformers import PreTrainedModel
 
 import orca_hf
 from orca_hf import OrcaConfig
+from orca_hf.runner import CACHE_FIELD
 
 # Requests are cut into chunks, interleaved and queued.
 CONFIG = OrcaConfig(max_batch_size=3, max_batch_tokens=5, max_slots=512, block_size=4)
@@ -101,6 +106,16 @@ def same(ours: torch.Tensor | Exception, native: torch.Tensor | Exception) -> bo
     return isinstance(ours, torch.Tensor) and ours.dtype == native.dtype and torch.equal(ours, native)
 
 
+def returned_states(generate: Callable[..., Any]) -> list[tuple[str, list[torch.Tensor]]]:
+    """Kind, keys and values of each layer in the cache that `generate` returns."""
+    prompt = torch.tensor([PROMPTS[0]])
+    output = generate(prompt, max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
+    layers = getattr(getattr(output, CACHE_FIELD), "layers", ())
+    states = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in layers]
+    kinds = [type(layer).__name__ for layer in layers]
+    return [(kind, [each for each in state if each is not None]) for kind, state in zip(kinds, states, strict=True)]
+
+
 def runs_by(model: PreTrainedModel) -> str:
     """How the wrapped `model` runs `PADDED`: by orca, by adapter (which is by Orca, too) or native."""
     how = orca_hf.explain(model, **PADDED, **OPTIONS["greedy"]).runs_by
@@ -145,6 +160,11 @@ def test_generate_is_native_generate(model_type, record_property):
     assert (how == "native") == (model_type in NATIVE), reasons
     assert NATIVE.get(model_type, "") in reasons
     iterations = num_iterations(model) - before
+    if how != "native":
+        states, expected = returned_states(model.generate), returned_states(partial(type(model).generate, model))
+        assert [kind for kind, _ in states] == [kind for kind, _ in expected]
+        for (_, layer), (_, expected_layer) in zip(states, expected, strict=True):
+            torch.testing.assert_close(layer, expected_layer, rtol=1e-3, atol=1e-3)
     if how == "native":
         assert iterations == 0
     else:

@@ -7,7 +7,6 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 import orca_hf
 from orca_hf import CapacityError, OrcaConfig, TokenIdError
-from orca_hf.errors import UnsupportedError
 
 
 @pytest.fixture(scope="module")
