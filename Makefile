@@ -12,7 +12,7 @@ test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
 
 tables: $(VENV)/installed
-	$(BIN)/python -m pytest -n 2 --write-tables README.md tests/test_architecture_sweep.py
+	$(BIN)/python -m pytest -n 2 --write-tables README.md tests/test_architecture_sweep.py tests/test_options.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

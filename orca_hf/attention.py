@@ -51,7 +51,7 @@ class AttentionContext:
         num_rows: Rows of the flat batch: the batch's tokens, and padding after them.
         batch_invariant: Attend so that a token's result depends on its own request alone, to the last bit.
         tables: What a model's attention adapters keep from iteration to iteration; None for a model without any.
-        modules: Attention modules that have run, each of which may run once.
+        calls: How many times each attention module has run.
         mask_windows: Window or chunk sizes that the model asked a mask for.
         windows: Window or chunk sizes of the attention modules; None for those without one.
     """
@@ -61,7 +61,7 @@ class AttentionContext:
     num_rows: int
     batch_invariant: bool = False
     tables: dict[Any, Tensor] | None = None
-    modules: set[nn.Module] = field(default_factory=set)
+    calls: dict[nn.Module, int] = field(default_factory=dict)
     mask_windows: set[int] = field(default_factory=set)
     windows: set[int | None] = field(default_factory=set)
     _views: dict[tuple[torch.device, bool, int | None], RaggedBatch] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class AttentionContext:
         Raises:
             UnsupportedError: No attention module used the interface, or a window was put in a mask only.
         """
-        if not self.modules:
+        if not self.calls:
             raise UnsupportedError("none of its modules calls the registered attention function")
         if self.mask_windows - self.windows:
             raise UnsupportedError(
@@ -308,8 +308,6 @@ def attend(
     Raises:
         UnsupportedError: An argument would change the result in a way that is not built here.
     """
-    if module in context.modules:
-        raise UnsupportedError(f"{type(module).__name__} attends twice in one forward")
     unknown = sorted(name for name, option in others.items() if option is not None and name not in _HARMLESS)
     if unknown:
         raise UnsupportedError(f"{type(module).__name__} passes {', '.join(unknown)} to attention")
@@ -325,10 +323,11 @@ def attend(
         raise UnsupportedError(
             f"{type(module).__name__} reshapes its tokens: query {tuple(query.shape)}, key {tuple(key.shape)}"
         )
-    context.modules.add(module)
+    call = context.calls.get(module, 0)
+    context.calls[module] = call + 1
 
     query, key, value = (each[0, :, : context.batch.total_q].transpose(0, 1) for each in (query, key, value))
-    cache = context.pool.layer(module, key, value)
+    cache = context.pool.layer(module, key, value, call)
     store_kv(key, value, cache.key, cache.value, context.batch_on(query.device))
     output = selective_attention(
         query,

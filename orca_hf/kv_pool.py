@@ -33,7 +33,8 @@ class KVPool:
     """K/V memory of a model, a slot a token, made layer by layer as the first forward reaches each attention module.
 
     So every layer's memory has the shape, dtype and device of the K and V that the layer really makes: under a device
-    map, under autocast, with a different number of heads in each layer.
+    map, under autocast, with a different number of heads in each layer. A module that attends several times in one
+    forward has a memory for each.
 
     Args:
         num_slots: Tokens that fit.
@@ -41,24 +42,25 @@ class KVPool:
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self._layers: dict[nn.Module, LayerCache] = {}
+        self._layers: dict[tuple[nn.Module, int], LayerCache] = {}
 
-    def layer(self, module: nn.Module, key: Tensor, value: Tensor) -> LayerCache:
+    def layer(self, module: nn.Module, key: Tensor, value: Tensor, call: int = 0) -> LayerCache:
         """The memory of attention module `module`, made on first use.
 
         Args:
             module: The attention module; stands for its layer.
             key: (total_q, num_kv_heads, head_dim): K as the module makes it.
             value: (total_q, num_kv_heads, v_head_dim): V likewise.
+            call: How many times the module has attended in this forward before.
 
         Raises:
             UnsupportedError: The module's K or V changed shape, dtype or device since the memory was made.
         """
-        found = self._layers.get(module)
+        found = self._layers.get((module, call))
         if found is None:
             # Uninitialised on purpose: no slot is read before it is written, and untouched pages cost no memory.
             try:
-                found = self._layers[module] = LayerCache(
+                found = self._layers[module, call] = LayerCache(
                     key.new_empty((self.num_slots, *key.shape[1:])), value.new_empty((self.num_slots, *value.shape[1:]))
                 )
             except (RuntimeError, MemoryError) as error:  # torch's out-of-memory errors are RuntimeErrors
@@ -80,7 +82,7 @@ class KVPool:
     def read(self, slots: Tensor) -> list[tuple[nn.Module, Tensor, Tensor]]:
         """For each layer its attention module, and copies of K and V in `slots` (num,): (num, num_kv_heads, dim)."""
         states = []
-        for module, layer in self._layers.items():
+        for (module, _), layer in self._layers.items():
             index = slots.to(layer.key.device)
             states.append((module, layer.key[index], layer.value[index]))
         return states

@@ -62,6 +62,7 @@ class ModelRunner:
         self.pool = KVPool(0)
         self.packed = PackedLinears()
         self.has_native_cache = False
+        self._calls: dict[nn.Module, int] | None = None  # how often each attention module runs in a forward
         # Where a model is on the attention interface, its attention may be that of an adapted class too, by heritage.
         self._adapted = [] if uses_interface(model) else adapt(model.modules())
         self._tables: dict[Any, Tensor] | None = {} if self._adapted else None
@@ -123,6 +124,7 @@ class ModelRunner:
             request.blocks = tuple(range(index * blocks, (index + 1) * blocks))
         context = self._forward(Iteration(tuple(Step(r, 0, len(r.prompt) - 1, samples=False) for r in requests)), [])[1]
         context.check_windows(self.model.config.get_text_config(decoder=True))
+        self._calls = context.calls
         ours = self.run(Iteration(tuple(Step(r, len(r.prompt) - 1, 1, samples=True) for r in requests)))
         for request, logits in zip(requests, ours, strict=True):
             with torch.inference_mode(False), torch.no_grad(), self._autocast():
@@ -241,6 +243,9 @@ class ModelRunner:
             logits = self.model(**accepted).logits[0]
             self._busy_s += time.perf_counter() - began
         context.check()
+        if self._calls is not None and context.calls != self._calls:
+            # A layer's K/V memory that was left out in one iteration would be read in the next.
+            raise UnsupportedError("its attention modules run now more, now fewer times in a forward")
         self._iterations += 1
         if len(logits) != len(batch.sampling_rows):  # a forward that cannot be told, or does not listen
             logits = logits[batch.sampling_rows.to(logits.device)]

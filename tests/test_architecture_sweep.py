@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 import orca_hf
 from orca_hf import OrcaConfig
+from orca_hf.adapters import find_adapter
 from orca_hf.runner import CACHE_FIELD
 
 # Requests are cut into chunks, interleaved and queued.
@@ -19,15 +20,17 @@ CONFIG = OrcaConfig(max_batch_size=3, max_batch_tokens=5, max_slots=512, block_s
 
 # A type that is new in a later transformers belongs in one of the two: by Orca, or native with a part of its reason.
 _ORCA = """
-    afmoe apertus apertus1p5_text arcee aria_text axk1 beam bert bert-generation bitnet codegen cohere cohere2
-    cohere2_moe cohere_compass_text cwm dbrx deepseek_v2 deepseek_v3 dots1 electra emu3 ernie ernie4_5 ernie4_5_moe
-    exaone exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text
-    glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite granite_swa granitemoe
-    granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder
-    jais2 jetmoe kolibri1 laguna llama longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text
-    ministral ministral3 mistral mixtral mllama modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt
-    persimmon phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe sarvam_mla sarvam_moe seed_oss smollm3 solar_open starcoder2
-    vaultgemma youtu
+    afmoe apertus apertus1p5_text arcee aria_text axk1 beam bert bert-generation biogpt bitnet bloom camembert
+    codegen cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm data2vec-text dbrx deepseek_v2 deepseek_v3
+    diffllama dory dots1 electra emu3 ernie ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe falcon flex_olmo flint
+    fuyu gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text
+    glm glm4 glm4_moe glm4_moe_lite got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss
+    gptj granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_dense
+    hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama llama4 llama4_text
+    longcat_flash mellum mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral
+    mllama modernbert-decoder mpt nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phi4_multimodal
+    phimoe qwen2 qwen2_moe qwen3 qwen3_moe roberta roberta-prelayernorm roc_bert sarvam_mla sarvam_moe seed_oss
+    smollm3 solar_open stablelm starcoder2 vaultgemma xglm xlm-roberta xlm-roberta-xl xmod youtu
 """
 _NATIVE = {
     "indexed_attention": """
@@ -39,31 +42,21 @@ _NATIVE = {
         qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya
     """,
     "attention interface": """
-        bart big_bird bigbird_pegasus biogpt blenderbot blenderbot-small bloom blt cpmant falcon git gpt_neo
-        gpt_neox_japanese inkling2_loop_text inkling2_text inkling_text marian mbart megatron-bert mpt mvp
-        openai-gpt pegasus plbart prophetnet reformer rembert roformer stablelm trocr whisper xglm xlm xlnet
-    """,
-    "differ from the native forward": """
-        camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod
-    """,
-    "prepare_inputs_for_generation of its own": """
-        ctrl phi4_multimodal phimoe roc_bert
-    """,
-    "attends twice": """
-        diffllama dory hrm_text
+        bart big_bird bigbird_pegasus blenderbot blenderbot-small blt cpmant git inkling2_loop_text
+        inkling2_text inkling_text marian mbart megatron-bert mvp openai-gpt pegasus plbart prophetnet
+        reformer rembert roformer trocr whisper xlm xlnet
     """,
     "mask of its own": """
         doge
     """,
-    "multimodal models": """
-        fuyu gemma3 gemma3n gemma4 gemma4_assistant gemma4_unified gemma4_unified_assistant got_ocr2
+    "takes no position_ids": """
         moss_transcribe_diarize
+    """,
+    "inputs_embeds and shared_kv_states": """
+        gemma4_assistant gemma4_unified_assistant
     """,
     "type conv": """
         lfm2 lfm2_moe lfm3
-    """,
-    "chunked_attention": """
-        llama4 llama4_text
     """,
     "linear_attention": """
         minimax
@@ -123,8 +116,8 @@ def runs_by(model: PreTrainedModel) -> str:
 
 
 def is_adapted(model: PreTrainedModel) -> bool:
-    """Whether Orca has attention code of its own for `model`: there is none yet."""
-    return False
+    """Whether Orca has attention code of its own for `model`."""
+    return any(find_adapter(module) is not None for module in model.modules())
 
 
 def why_native(model: PreTrainedModel) -> str:

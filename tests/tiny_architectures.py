@@ -22,8 +22,9 @@ _NAMES = {
     16: "head_dim kv_lora_rank qk_head_dim d_head d_kv dim_head mamba_chunk_size chunk_size mamba_d_state state_size"
     " linear_key_head_dim linear_value_head_dim linear_head_dim hidden_size_per_layer_input",
     12: "v_head_dim",
-    8: "qk_rope_head_dim qk_nope_head_dim rotary_dim index_topk index_head_dim rel_extent image_size mamba_dt_rank",
-    6: "sliding_window sliding_window_size attention_chunk_size",
+    8: "qk_rope_head_dim qk_nope_head_dim rotary_dim index_topk index_head_dim rel_extent image_size mamba_dt_rank"
+    " attention_chunk_size",
+    6: "sliding_window sliding_window_size",
     4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads attention_heads"
     " num_decoder_attention_heads num_encoder_attention_heads num_experts num_local_experts n_routed_experts"
     " mamba_n_heads linear_num_heads linear_num_value_heads index_n_heads num_attention_heads_per_layer patch_size",
