@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from orca_hf.attention import AttentionContext, attend, current_context, user_implementation
+from orca_hf.attention import attend
+from orca_hf.attention_context import AttentionContext, current_context
+from orca_hf.attention_name import user_implementation
 from orca_hf.errors import UnsupportedError
 from orca_hf.patches import StandIn
 

@@ -6,24 +6,18 @@ forward of the same model on another thread meanwhile finds the name but no iter
 implementation that the user chose.
 """
 
-import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
-from threading import Lock
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PretrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 
+from orca_hf.attention_context import AttentionContext, current_context
+from orca_hf.attention_name import IMPLEMENTATION, user_implementation
 from orca_hf.errors import UnsupportedError
-from orca_hf.kv_pool import KVPool
-from orca_kernels import RaggedBatch, selective_attention, store_kv
-
-IMPLEMENTATION = "orca"
+from orca_kernels import selective_attention, store_kv
 
 # Arguments that reach an attention function and do not change what it computes for one flattened, unpadded batch.
 _HARMLESS = frozenset({
@@ -39,167 +33,6 @@ _HARMLESS = frozenset({
     "return_dict",
     "use_cache",
 })  # fmt: skip
-
-
-@dataclass(slots=True)
-class AttentionContext:
-    """One iteration, as the attention modules see it.
-
-    Attributes:
-        pool: K/V memory.
-        batch: Which tokens belong to whom.
-        num_rows: Rows of the flat batch: the batch's tokens, and padding after them.
-        batch_invariant: Attend so that a token's result depends on its own request alone, to the last bit.
-        tables: What a model's attention adapters keep from iteration to iteration; None for a model without any.
-        calls: How many times each attention module has run.
-        mask_windows: Window or chunk sizes that the model asked a mask for.
-        windows: Window or chunk sizes of the attention modules; None for those without one.
-    """
-
-    pool: KVPool
-    batch: RaggedBatch
-    num_rows: int
-    batch_invariant: bool = False
-    tables: dict[Any, Tensor] | None = None
-    calls: dict[nn.Module, int] = field(default_factory=dict)
-    mask_windows: set[int] = field(default_factory=set)
-    windows: set[int | None] = field(default_factory=set)
-    _views: dict[tuple[torch.device, bool, int | None], RaggedBatch] = field(default_factory=dict)
-
-    def batch_on(self, device: torch.device, *, attends: bool = False, chunk_size: int | None = None) -> RaggedBatch:
-        """The batch on `device`, made once in an iteration; for attention cut as the layer and the settings want it."""
-        found = self._views.get((device, attends, chunk_size))
-        if found is None:
-            if chunk_size is not None and chunk_size % self.batch.block_size:
-                raise UnsupportedError(
-                    f"its chunks of {chunk_size} positions are no multiple of block_size {self.batch.block_size}"
-                )
-            batch = self.batch if chunk_size is None else self.batch.chunked(chunk_size)
-            if attends and self.batch_invariant:
-                batch = batch.by_token()
-            found = self._views[device, attends, chunk_size] = batch.to(device)
-        return found
-
-    def check(self) -> None:
-        """Refuse, after the forward, what the calls one by one could not show.
-
-        Raises:
-            UnsupportedError: No attention module used the interface, or a window was put in a mask only.
-        """
-        if not self.calls:
-            raise UnsupportedError("none of its modules calls the registered attention function")
-        if self.mask_windows - self.windows:
-            raise UnsupportedError(
-                f"it limits attention to {sorted(self.mask_windows - self.windows)} tokens by a mask alone"
-            )
-
-    def check_windows(self, config: PretrainedConfig) -> None:
-        """Refuse a model whose native cache forgets other tokens than its attention does.
-
-        Raises:
-            UnsupportedError: The windows of the two differ, or are too small for the native cache to keep any token.
-        """
-        native = {getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers}
-        if (native or {None}) != self.windows or 1 in self.windows:
-            raise UnsupportedError(
-                f"its attention looks back over {self.windows} tokens, and its native cache keeps {native or {None}}"
-            )
-
-
-_context: ContextVar[AttentionContext | None] = ContextVar("orca_attention_context", default=None)
-# Held while names are exchanged: models of several engines may share a config.
-_naming = Lock()
-if hasattr(os, "register_at_fork"):
-    # So that no child finds it held by a thread that it does not have.
-    os.register_at_fork(before=_naming.acquire, after_in_parent=_naming.release, after_in_child=_naming.release)
-
-
-def current_context() -> AttentionContext | None:
-    """The iteration that this thread runs, None if it runs none."""
-    return _context.get()
-
-
-@contextmanager
-def attention_context(context: AttentionContext) -> Iterator[AttentionContext]:
-    """Run this thread's attention on `context` within the block."""
-    token = _context.set(context)
-    try:
-        yield context
-    finally:
-        _context.reset(token)
-
-
-class _OrcaName(str):
-    """Our name in a config, which remembers the user's. A copy of it, as in a copied model, is the user's.
-
-    Models compare the name, as in `config._attn_implementation == "sdpa"`. On a thread that runs no iteration, where
-    the model is to compute what it would without us, the user's name is equal to it too.
-    """
-
-    original: str | None
-    uses: int  # iterations that run under this name: models may share a config
-
-    def __new__(cls, original: str | None) -> "_OrcaName":
-        """Takes the place of `original`."""
-        name = super().__new__(cls, IMPLEMENTATION)
-        name.original = original
-        name.uses = 0
-        return name
-
-    def __eq__(self, other: object) -> bool:
-        return other == IMPLEMENTATION or (_context.get() is None and self.original == other)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    __hash__ = str.__hash__
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _identity, (self.original,)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> str | None:
-        return self.original
-
-
-def _identity(value: Any) -> Any:
-    return value
-
-
-@contextmanager
-def orca_attention(configs: tuple[PretrainedConfig, ...]) -> Iterator[None]:
-    """Let `configs` name Orca's attention within the block; a model's own config comes before its parts'."""
-    names: list[tuple[PretrainedConfig, _OrcaName]] = []
-    try:
-        with _naming:
-            for config in configs:
-                current = config._attn_implementation
-                name = current if isinstance(current, _OrcaName) else _OrcaName(current)
-                name.uses += 1
-                names.append((config, name))
-                _set_attention(config, name)
-        yield
-    finally:
-        with _naming:
-            for config, name in names:
-                name.uses -= 1
-                # A name that the user has set meanwhile stays.
-                if name.uses == 0 and config._attn_implementation is name:
-                    _set_attention(config, name.original)
-
-
-def restore_attention(configs: tuple[PretrainedConfig, ...]) -> None:
-    """Let `configs` name the user's attention again, whoever was running under Orca's name."""
-    for config in configs:
-        if isinstance(config._attn_implementation, _OrcaName):
-            _set_attention(config, config._attn_implementation.original)
-
-
-def _set_attention(config: PretrainedConfig, name: str | None) -> None:
-    if "_attn_implementation_internal" in config.__dict__:
-        # What the property sets, without its validation and its walk over sub-configs, which are in the list too.
-        config.__dict__["_attn_implementation_internal"] = name
-    else:
-        config._attn_implementation = name
 
 
 def attention_forward(
@@ -238,7 +71,7 @@ def attention_forward(
     Raises:
         UnsupportedError: An argument would change the result in a way that is not built here.
     """
-    context = _context.get()
+    context = current_context()
     if context is None:
         options = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux, "is_causal": is_causal}
         given = {name: option for name, option in options.items() if option is not None}
@@ -347,7 +180,7 @@ def attend(
 
 def attention_mask(*args: Any, config: PretrainedConfig, **kwargs: Any) -> Any:
     """No mask to look at in an iteration, and a note of the window asked for; elsewhere the user's own mask."""
-    context = _context.get()
+    context = current_context()
     if context is None:
         return AttentionMaskInterface()[user_implementation(config)](*args, config=config, **kwargs)
     if kwargs.get("use_vmap"):
@@ -369,12 +202,6 @@ def _chunk_size(module: Any) -> int | None:
         return None
     chunk_size: int = module.config.attention_chunk_size
     return chunk_size
-
-
-def user_implementation(config: PretrainedConfig) -> Any:
-    """The attention implementation that the user chose, in an iteration too."""
-    current = config._attn_implementation  # the iteration that the caller met may have ended since
-    return current.original if isinstance(current, _OrcaName) else current
 
 
 def _user_attention(module: Any) -> Callable[..., Any]:

@@ -14,27 +14,24 @@ from typing import Any
 from weakref import WeakSet
 
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import GenerateDecoderOnlyOutput, MaxLengthCriteria, StopStringCriteria
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import StopStringCriteria
 
 from orca_hf.config import OrcaConfig
-from orca_hf.eligibility import (
+from orca_hf.eligibility import call_reasons, input_reasons, output_reasons, prepared_reasons
+from orca_hf.engine import Engine
+from orca_hf.errors import OrcaError, UnsupportedError
+from orca_hf.model_eligibility import (
     autocast_state,
-    call_reasons,
-    input_reasons,
     model_reasons,
     module_reasons,
-    output_reasons,
-    prepared_reasons,
     quantization_reasons,
     training_reasons,
 )
-from orca_hf.engine import Engine
-from orca_hf.errors import OrcaError, TokenIdError, UnsupportedError
 from orca_hf.patches import undo_patches
-from orca_hf.runner import CACHE_FIELD, ModelRunner, model_structure
-from orca_hf.sampling import Generation, Streamer
-from orca_hf.sampling_options import SamplingOptions
+from orca_hf.prepared_call import PreparedCall, max_length_of
+from orca_hf.runner import ModelRunner, model_structure
+from orca_hf.sampling import Streamer
 
 logger = logging.getLogger(__name__)
 
@@ -201,10 +198,10 @@ class OrcaGenerate:
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         **model_kwargs: Any,
-    ) -> tuple["_Run | None", list[str]]:
+    ) -> tuple[PreparedCall | None, list[str]]:
         """What to do with a prepared call, as generate() hands it to a decoding loop: run it, or the reasons not to."""
         attention_mask = model_kwargs.get("attention_mask")
-        max_length = _max_length_of(stopping_criteria)
+        max_length = max_length_of(stopping_criteria)
         reasons = input_reasons(self.model, input_ids, attention_mask, max_length) or prepared_reasons(
             input_ids,
             attention_mask,
@@ -216,20 +213,20 @@ class OrcaGenerate:
         )
         if reasons:
             return None, reasons
-        run = _Run(engine, input_ids, attention_mask, logits_processor, stopping_criteria, generation_config)
-        return run, run.reasons(has_streamer)
+        call = PreparedCall(engine, input_ids, attention_mask, logits_processor, stopping_criteria, generation_config)
+        return call, call.reasons(has_streamer)
 
     def _prepare_and_run(self, engine: Engine, call: dict[str, Any]) -> Any:
         streamer: Streamer | None = call.get("streamer")  # generate() gives it the prompt, and not to us
 
         def decode(model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> Any:
-            run = None
+            planned = None
             try:
-                run, reasons = self._plan(engine, streamer is not None, input_ids, **prepared)
-                if run is not None and not reasons:
-                    result = run(streamer)
+                planned, reasons = self._plan(engine, streamer is not None, input_ids, **prepared)
+                if planned is not None and not reasons:
+                    result = planned.run(streamer)
             except BaseException as error:
-                if not isinstance(error, UnsupportedError) or (run is not None and run.has_tokens):
+                if not isinstance(error, UnsupportedError) or (planned is not None and planned.has_tokens):
                     # Natively the end is never told; whoever reads the stream would wait for it for ever.
                     _end(streamer)
                     raise
@@ -257,102 +254,9 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_start_anew)
 
 
-class _Run:
-    """One prepared call on its way through the engine."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        logits_processor: Any,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-    ) -> None:
-        self.engine = engine
-        self.input_ids = input_ids
-        self.prompts = _own_tokens(input_ids, attention_mask)
-        self.generation_config = generation_config
-        pad = generation_config._pad_token_tensor
-        max_length = _max_length_of(stopping_criteria)
-        assert max_length is not None
-        self.options = SamplingOptions(
-            processors=logits_processor,
-            criteria=stopping_criteria,
-            max_length=max_length,
-            do_sample=bool(generation_config.do_sample),
-            pad_token_id=None if pad is None else int(pad),
-            output_scores=bool(generation_config.return_dict_in_generate and generation_config.output_scores),
-            output_logits=bool(generation_config.return_dict_in_generate and generation_config.output_logits),
-            output_cache=bool(generation_config.return_dict_in_generate and generation_config.use_cache),
-        )
-        self.fits = False
-        self.has_tokens = False
-
-    def reasons(self, has_streamer: bool) -> list[str]:
-        """Why it cannot run for want of memory.
-
-        Raises:
-            TokenIdError: A row has a token that the model has no embedding for.
-            CapacityError: One of its rows could never hold its slots.
-        """
-        _check_token_ids(self.prompts, self.engine.runner.vocab_size)
-        max_new_tokens = self.options.max_new_tokens(self.input_ids.shape[1])
-        self.fits = self.engine.fits_at_once([len(prompt) for prompt in self.prompts], max_new_tokens)
-        if self.fits or not self.options.must_lockstep(len(self.prompts), has_streamer):
-            return []
-        return ["its rows are looked at together and do not fit into the K/V memory at once"]
-
-    def __call__(self, streamer: Streamer | None) -> Tensor | GenerateDecoderOnlyOutput:
-        num_rows = len(self.prompts)
-        lockstep = self.options.must_lockstep(num_rows, streamer is not None)
-        lockstep |= self.fits and self.options.wants_lockstep(num_rows)
-        generation = Generation(self.input_ids, self.prompts, self.options, streamer=streamer, lockstep=lockstep)
-        try:
-            self.engine.run(generation)
-        finally:
-            self.has_tokens = any(request.generated for request in generation.requests)
-            generation.close(discard=isinstance(generation.error, UnsupportedError) and not self.has_tokens)
-        if not self.generation_config.return_dict_in_generate:
-            return generation.sequences()
-        fields: dict[str, Any] = {
-            "sequences": generation.sequences(),
-            "scores": tuple(generation.scores) if self.options.output_scores else None,
-            "logits": tuple(generation.logits) if self.options.output_logits else None,
-            CACHE_FIELD: _as_cache(generation, self.engine.runner.model),
-        }
-        return GenerateDecoderOnlyOutput(**fields)
-
-
-def _own_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
-    """Each row's tokens without its padding."""
-    rows: list[list[int]] = input_ids.tolist()
-    if attention_mask is None:
-        return rows
-    # Counted, not summed: a mask in bf16 would round 297 tokens to 296.
-    lengths: list[int] = attention_mask.count_nonzero(dim=1).tolist()
-    return [row[len(row) - length :] for row, length in zip(rows, lengths, strict=True)]
-
-
-def _check_token_ids(prompts: list[list[int]], vocab_size: int) -> None:
-    for row, prompt in enumerate(prompts):
-        if min(prompt) < 0 or max(prompt) >= vocab_size:
-            wrong = next(token for token in prompt if not 0 <= token < vocab_size)
-            raise TokenIdError(
-                f"Row {row} has token id {wrong}, but the model's vocabulary is 0 to {vocab_size - 1}; is this the "
-                "model's own tokenizer?"
-            )
-
-
 def _end(streamer: Streamer | None) -> None:
     if streamer is not None:
         streamer.end()
-
-
-def _max_length_of(criteria: StoppingCriteriaList) -> int | None:
-    """The shortest of the lengths that end a row, None if nothing does."""
-    lengths = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
-    return min(lengths, default=None)
 
 
 def _max_length(generation_config: GenerationConfig, prompt_len: int) -> int | None:
@@ -385,15 +289,3 @@ def _move_stop_strings(call: dict[str, Any], merged: GenerationConfig) -> None:
     if call.get("generation_config") is not None:
         call["generation_config"] = copy.deepcopy(call["generation_config"])
         call["generation_config"].stop_strings = None
-
-
-def _as_cache(generation: Generation, model: PreTrainedModel) -> DynamicCache | None:
-    if generation.kv_states is None:
-        return None
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    # A layer that reads another's K/V keeps none natively.
-    is_dummy = dict(enumerate(getattr(cache, "is_dummy", ())))
-    for layer, (key, value) in enumerate(generation.kv_states):
-        if not is_dummy.get(layer):
-            cache.update(key, value, layer)
-    return cache

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from orca_hf.attention import orca_attention, restore_attention
+from orca_hf.attention_name import orca_attention, restore_attention
 from orca_hf.errors import UnsupportedError
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from orca_hf.adapters import adapt, native_kv
-from orca_hf.attention import AttentionContext, attention_context
+from orca_hf.attention_context import AttentionContext, attention_context
 from orca_hf.batch import build_batch
 from orca_hf.batch_invariance import ROWS, BatchInvariantProducts
 from orca_hf.config import OrcaConfig

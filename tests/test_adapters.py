@@ -18,10 +18,10 @@ from transformers import set_seed
 import orca_hf
 from orca_hf import OrcaConfig
 from orca_hf.adapters import ADAPTERS, AdaptedForward, adapt, find_adapter
-from orca_hf.attention import AttentionContext, attention_context
-from orca_hf.eligibility import model_reasons, module_reasons
+from orca_hf.attention_context import AttentionContext, attention_context
 from orca_hf.errors import UnsupportedError
 from orca_hf.kv_pool import KVPool
+from orca_hf.model_eligibility import model_reasons, module_reasons
 from orca_hf.patches import iteration_patches
 from orca_kernels import RaggedBatch
 

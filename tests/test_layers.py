@@ -23,6 +23,8 @@ LAYERS = [
     [
         "adapters",
         "attention",
+        "attention_context",
+        "attention_name",
         "batch",
         "batch_invariance",
         "known_forwards",
@@ -36,7 +38,7 @@ LAYERS = [
     ],
     ["runner"],
     ["engine"],
-    ["checkpoint", "concurrent_calls", "eligibility", "generate"],
+    ["checkpoint", "concurrent_calls", "eligibility", "generate", "model_eligibility", "prepared_call"],
     ["__init__", "loading", "pipelines", "wrapping"],
     ["cli", "demo"],
 ]

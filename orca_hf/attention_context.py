@@ -1,0 +1,98 @@
+"""One iteration as the attention modules see it; it travels in a context variable, so it belongs to its thread."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PretrainedConfig
+
+from orca_hf.errors import UnsupportedError
+from orca_hf.kv_pool import KVPool
+from orca_kernels import RaggedBatch
+
+
+@dataclass(slots=True)
+class AttentionContext:
+    """One iteration, as the attention modules see it.
+
+    Attributes:
+        pool: K/V memory.
+        batch: Which tokens belong to whom.
+        num_rows: Rows of the flat batch: the batch's tokens, and padding after them.
+        batch_invariant: Attend so that a token's result depends on its own request alone, to the last bit.
+        tables: What a model's attention adapters keep from iteration to iteration; None for a model without any.
+        calls: How many times each attention module has run.
+        mask_windows: Window or chunk sizes that the model asked a mask for.
+        windows: Window or chunk sizes of the attention modules; None for those without one.
+    """
+
+    pool: KVPool
+    batch: RaggedBatch
+    num_rows: int
+    batch_invariant: bool = False
+    tables: dict[Any, Tensor] | None = None
+    calls: dict[nn.Module, int] = field(default_factory=dict)
+    mask_windows: set[int] = field(default_factory=set)
+    windows: set[int | None] = field(default_factory=set)
+    _views: dict[tuple[torch.device, bool, int | None], RaggedBatch] = field(default_factory=dict)
+
+    def batch_on(self, device: torch.device, *, attends: bool = False, chunk_size: int | None = None) -> RaggedBatch:
+        """The batch on `device`, made once in an iteration; for attention cut as the layer and the settings want it."""
+        found = self._views.get((device, attends, chunk_size))
+        if found is None:
+            if chunk_size is not None and chunk_size % self.batch.block_size:
+                raise UnsupportedError(
+                    f"its chunks of {chunk_size} positions are no multiple of block_size {self.batch.block_size}"
+                )
+            batch = self.batch if chunk_size is None else self.batch.chunked(chunk_size)
+            if attends and self.batch_invariant:
+                batch = batch.by_token()
+            found = self._views[device, attends, chunk_size] = batch.to(device)
+        return found
+
+    def check(self) -> None:
+        """Refuse, after the forward, what the calls one by one could not show.
+
+        Raises:
+            UnsupportedError: No attention module used the interface, or a window was put in a mask only.
+        """
+        if not self.calls:
+            raise UnsupportedError("none of its modules calls the registered attention function")
+        if self.mask_windows - self.windows:
+            raise UnsupportedError(
+                f"it limits attention to {sorted(self.mask_windows - self.windows)} tokens by a mask alone"
+            )
+
+    def check_windows(self, config: PretrainedConfig) -> None:
+        """Refuse a model whose native cache forgets other tokens than its attention does.
+
+        Raises:
+            UnsupportedError: The windows of the two differ, or are too small for the native cache to keep any token.
+        """
+        native = {getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers}
+        if (native or {None}) != self.windows or 1 in self.windows:
+            raise UnsupportedError(
+                f"its attention looks back over {self.windows} tokens, and its native cache keeps {native or {None}}"
+            )
+
+
+_context: ContextVar[AttentionContext | None] = ContextVar("orca_attention_context", default=None)
+
+
+def current_context() -> AttentionContext | None:
+    """The iteration that this thread runs, None if it runs none."""
+    return _context.get()
+
+
+@contextmanager
+def attention_context(context: AttentionContext) -> Iterator[AttentionContext]:
+    """Run this thread's attention on `context` within the block."""
+    token = _context.set(context)
+    try:
+        yield context
+    finally:
+        _context.reset(token)
