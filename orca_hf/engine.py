@@ -19,6 +19,7 @@ from orca_hf.request import Request
 from orca_hf.runner import ModelRunner
 from orca_hf.sampling import Generation, greedy_tokens
 from orca_hf.scheduler import Iteration, Scheduler, Step
+from orca_hf.trial import try_out
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,18 +65,21 @@ class Engine:
     def __init__(self, runner: ModelRunner, config: OrcaConfig) -> None:
         self.runner = runner
         self.config = config
-        num_slots = runner.make_pool()
-        self.scheduler = Scheduler(
-            KVManager(num_slots, config.block_size),
-            max_batch_size=config.max_batch_size,
-            max_batch_tokens=config.max_batch_tokens,
-        )
+        try_out(runner)
+        self.scheduler = self._make_scheduler()
         self._changed = threading.Condition()  # guards the scheduler; notified when a driver stops
         self._driver: int | None = None  # the driving thread
         self._in_flight: Iteration | None = None
         self._pending: dict[Generation, dict[int, Step]] = {}  # sampling steps by logits row, not handed out yet
         self._num_iterations = 0
         self._num_tokens = 0
+
+    def _make_scheduler(self) -> Scheduler:
+        return Scheduler(
+            KVManager(self.runner.make_pool(), self.config.block_size),
+            max_batch_size=self.config.max_batch_size,
+            max_batch_tokens=self.config.max_batch_tokens,
+        )
 
     @property
     def stats(self) -> EngineStats:
@@ -110,7 +114,11 @@ class Engine:
         Raises:
             CapacityError: One of the rows could never hold its slots, not even alone.
         """
-        kv = self.scheduler.kv_manager
+        with self._changed:
+            if self.scheduler.idle and self._driver is None and not self.runner.pool.layers:
+                # Its memory was given back, and may have become scarce since.
+                self.scheduler = self._make_scheduler()
+            kv = self.scheduler.kv_manager
         for prompt_len in prompt_lens:
             kv.check_fits(prompt_len, max_new_tokens)
         return sum(kv.blocks_for(prompt_len + max_new_tokens - 1) for prompt_len in prompt_lens) <= kv.num_blocks
@@ -125,6 +133,9 @@ class Engine:
             with self._changed:
                 if self.scheduler.idle:
                     self.runner.start()
+                for request in generation.requests:
+                    # Another call may have found less memory since this one was judged.
+                    self.scheduler.kv_manager.check_fits(len(request.prompt), request.max_new_tokens)
                 for request in generation.requests:
                     self.scheduler.submit(request)
             while not generation.done:

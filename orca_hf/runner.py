@@ -2,7 +2,7 @@
 
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,7 +22,7 @@ from orca_hf.openmp import release_threads
 from orca_hf.packed_linear import PackedLinears
 from orca_hf.patches import StandIn, attention_configs, iteration_patches, model_lock
 from orca_hf.request import Request
-from orca_hf.scheduler import Iteration, Step
+from orca_hf.scheduler import Iteration
 
 # An output's field for the K/V states; transformers renamed it on its way through version 5.
 CACHE_FIELD = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
@@ -46,8 +46,11 @@ class ModelRunner:
         autocast: Autocast to run under, as (device type, dtype), or None.
 
     Attributes:
+        accepts: The arguments of the model's forward.
+        adapted: The model's attention modules that run by an adapter.
+        calls: How often each attention module runs in a forward; None before the trial.
         has_native_cache: Whether the pool holds what the model's native cache would, which may be latents, or heads
-            before they are repeated, or nothing for layers that share.
+            before they are repeated, or nothing for layers that share. The trial finds out.
     """
 
     def __init__(
@@ -62,13 +65,14 @@ class ModelRunner:
         self.pool = KVPool(0)
         self.packed = PackedLinears()
         self.has_native_cache = False
-        self._calls: dict[nn.Module, int] | None = None  # how often each attention module runs in a forward
+        self.calls: dict[nn.Module, int] | None = None
+        self._bytes_per_slot: dict[torch.device, int] = {}
         # Where a model is on the attention interface, its attention may be that of an adapted class too, by heritage.
-        self._adapted = [] if uses_interface(model) else adapt(model.modules())
-        self._tables: dict[Any, Tensor] | None = {} if self._adapted else None
+        self.adapted = [] if uses_interface(model) else adapt(model.modules())
+        self._tables: dict[Any, Tensor] | None = {} if self.adapted else None
         self._configs = attention_configs(model.modules())
         self._structure = model_structure(tuple(model.modules()))
-        self._accepts = frozenset(inspect.signature(type(model).forward).parameters)
+        self.accepts = frozenset(inspect.signature(type(model).forward).parameters)
         self._iterations = 0
         self._verified = False
         self._busy_s = 0.0  # time in forwards since a thread began to drive
@@ -83,77 +87,19 @@ class ModelRunner:
         return self._structure != model_structure(modules)
 
     def make_pool(self) -> int:
-        """Learn each layer's K/V shape from a trial iteration, then make the pool.
+        """Make the pool, as large as the memory that is free now allows.
 
         Returns:
             The pool's number of slots.
 
         Raises:
-            UnsupportedError: The model cannot be run by Orca: its logits would not be those of its native forward.
             CapacityError: There is not enough free memory for one block.
         """
-        needed = ["input_ids"]
-        if not self._adapted or any(forward.adapter.takes_positions for forward in self._adapted):
-            needed.append("position_ids")
-        missing = [name for name in needed if name not in self._accepts]
-        if missing:
-            raise UnsupportedError(f"its forward takes no {' and no '.join(missing)}")
-        text_config = self.model.config.get_text_config(decoder=True)
-        if getattr(text_config, "attn_temperature_tuning", False):
-            # It is 1 up to there, and counts an iteration's tokens as if they were one row's.
-            most = text_config.floor_scale - 1
-            if self.config.max_batch_tokens is None or self.config.max_batch_tokens > most:
-                raise UnsupportedError(f"its attention temperature wants iterations of {most} tokens at most")
-        self._check_parity()
-        num_slots = choose_num_slots(self.config, self.pool.bytes_per_slot(), max_positions(self.model))
+        if self.pool.layers:
+            self._bytes_per_slot = self.pool.bytes_per_slot()
+        num_slots = choose_num_slots(self.config, self._bytes_per_slot, max_positions(self.model))
         self.pool = KVPool(num_slots)
         return num_slots
-
-    def _check_parity(self) -> None:
-        """Compare two requests' logits, over a prefill and a decode iteration, with the native forward of each.
-
-        Raises:
-            UnsupportedError: They differ beyond rounding.
-        """
-        # More than one piece of rows together, where it matters whether products are made of pieces.
-        lengths = (ROWS + 7, 4) if self.config.deterministic else (7, 4)
-        requests = [Request([(31 * i + 7 * length) % self.vocab_size for i in range(length)], 1) for length in lengths]
-        blocks = -(-max(lengths) // self.config.block_size)
-        self.pool = KVPool(len(requests) * blocks * self.config.block_size)
-        for index, request in enumerate(requests):
-            request.blocks = tuple(range(index * blocks, (index + 1) * blocks))
-        context = self._forward(Iteration(tuple(Step(r, 0, len(r.prompt) - 1, samples=False) for r in requests)), [])[1]
-        context.check_windows(self.model.config.get_text_config(decoder=True))
-        self._calls = context.calls
-        ours = self.run(Iteration(tuple(Step(r, len(r.prompt) - 1, 1, samples=True) for r in requests)))
-        for request, logits in zip(requests, ours, strict=True):
-            with torch.inference_mode(False), torch.no_grad(), self._autocast():
-                output = self._native_output(request.prompt)
-            native = output.logits[0, -1]
-            dtypes = [native.dtype] if self.autocast is None else [native.dtype, self.autocast[1]]  # fp32 may come last
-            eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-            tolerance = max(1e-4, 16 * eps) * max(1.0, native.abs().max().item())
-            difference = (logits.float() - native.float().to(logits.device)).abs().max().item()
-            if not difference <= tolerance:  # also where either is NaN
-                raise UnsupportedError(
-                    f"in a trial iteration its logits differ from the native forward by {difference:.2g}, "
-                    f"where rounding explains {tolerance:.2g}"
-                )
-            if self.config.deterministic:
-                alone = self.run(Iteration((Step(request, 0, len(request.prompt), samples=True),)))[0]
-                if not torch.equal(alone, logits):
-                    raise UnsupportedError("its logits depend on who shares an iteration, whatever deterministic says")
-            request.computed = len(request.prompt)
-            self.has_native_cache = _is_cached(self.read_kv([request]), getattr(output, CACHE_FIELD, None))
-
-    def _native_output(self, prompt: Sequence[int]) -> Any:
-        """What the model's own forward makes of `prompt`, called as generate() calls it."""
-        input_ids = torch.tensor([prompt], device=self._input_device())
-        arguments: dict[str, Any] = {"input_ids": input_ids, "use_cache": True}
-        if "position_ids" in self._accepts:
-            prepare: Callable[..., Tensor] = self.model._prepare_position_ids_for_generation  # type: ignore[assignment]
-            arguments["position_ids"] = prepare(input_ids, {})
-        return self.model(**arguments)
 
     def read_kv(self, requests: Sequence[Request]) -> list[tuple[Tensor, Tensor]]:
         """Copies of the computed K/V of `requests`, aligned at their ends, zeros before their starts.
@@ -168,7 +114,7 @@ class ModelRunner:
             positions = range(request.computed)
             slots = torch.tensor([request.blocks[p // block_size] * block_size + p % block_size for p in positions])
             for (keys, values), (module, key, value) in zip(states, self.pool.read(slots), strict=True):
-                if self._adapted:
+                if self.adapted:
                     key, value = native_kv(module, key, value)
                 missing = (0, 0, 0, 0, longest - request.computed, 0)
                 keys.append(torch.nn.functional.pad(key, missing).transpose(0, 1))
@@ -182,7 +128,7 @@ class ModelRunner:
     def leave_cores(self) -> None:
         """Called by a thread that stops driving: the next driver will want the cores to itself."""
         # Below some milliseconds of work, giving the threads back would cost more than it can bring.
-        if self._busy_s > _WORTH_RELEASING_S and self._input_device().type == "cpu":
+        if self._busy_s > _WORTH_RELEASING_S and self.input_device.type == "cpu":
             release_threads()
         self._busy_s = 0.0
 
@@ -204,14 +150,15 @@ class ModelRunner:
         Raises:
             UnsupportedError: The model asked attention for something that is not built.
         """
-        return self._forward(iteration, self._packed_forwards(iteration, remaining))[0]
+        return self.forward(iteration, self._packed_forwards(iteration, remaining))[0]
 
-    def _forward(self, iteration: Iteration, packed: list[StandIn]) -> tuple[Tensor, AttentionContext]:
+    def forward(self, iteration: Iteration, packed: list[StandIn]) -> tuple[Tensor, AttentionContext]:
+        """`run` with the given packed linears; also returns the iteration as the attention modules saw it."""
         deterministic = self.config.deterministic
         batch = build_batch(
             iteration,
             block_size=self.config.block_size,
-            device=self._input_device(),
+            device=self.input_device,
             pad_to=ROWS if deterministic else 1,
         )
         context = AttentionContext(
@@ -229,13 +176,13 @@ class ModelRunner:
             "logits_to_keep": batch.sampling_rows,
             "return_dict": True,
         }
-        accepted = {name: value for name, value in arguments.items() if name in self._accepts}
+        accepted = {name: value for name, value in arguments.items() if name in self.accepts}
         with (
             model_lock(self.model),
             torch.inference_mode(False),
             torch.no_grad(),
-            self._autocast(),
-            iteration_patches(self._configs, [*self._adapted, *packed]),
+            self.autocast_mode(),
+            iteration_patches(self._configs, [*self.adapted, *packed]),
             attention_context(context),
             BatchInvariantProducts() if deterministic else nullcontext(),
         ):
@@ -243,7 +190,7 @@ class ModelRunner:
             logits = self.model(**accepted).logits[0]
             self._busy_s += time.perf_counter() - began
         context.check()
-        if self._calls is not None and context.calls != self._calls:
+        if self.calls is not None and context.calls != self.calls:
             # A layer's K/V memory that was left out in one iteration would be read in the next.
             raise UnsupportedError("its attention modules run now more, now fewer times in a forward")
         self._iterations += 1
@@ -273,12 +220,14 @@ class ModelRunner:
     def _embedding(self) -> Tensor:
         return _embedding(self.model)
 
-    def _input_device(self) -> torch.device:
+    @property
+    def input_device(self) -> torch.device:
+        """Where the model takes its tokens."""
         return input_device(self.model)
 
-    def _autocast(self) -> AbstractContextManager[object]:
+    def autocast_mode(self) -> AbstractContextManager[object]:
         """The autocast of this runner's calls, whatever that of the thread which drives."""
-        device_type = self._input_device().type
+        device_type = self.input_device.type
         if self.autocast is not None:
             return torch.autocast(device_type, dtype=self.autocast[1])
         return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
@@ -321,24 +270,3 @@ def model_structure(modules: tuple[nn.Module, ...]) -> tuple[Any, ...]:
     # The class too: a tensor subclass, as quantisation puts in a parameter's place, computes what it likes.
     kinds = [(type(parameter), parameter.dtype, parameter.device) for parameter in parameters]
     return tuple(map(id, modules)), names, kinds
-
-
-def _is_cached(states: list[tuple[Tensor, Tensor]], cache: Any) -> bool:
-    """Whether the layers of a native `cache` hold `states`, of which one with a window holds the last alone."""
-    layers = getattr(cache, "layers", ())
-    if len(layers) != len(states):
-        return False
-    is_dummy = dict(enumerate(getattr(cache, "is_dummy", ())))  # layers that read another's K/V
-    for index, (layer, state) in enumerate(zip(layers, states, strict=True)):
-        if is_dummy.get(index):
-            continue
-        for ours, native in zip(state, (getattr(layer, "keys", None), getattr(layer, "values", None)), strict=True):
-            if native is None or native.dim() != 4 or native.dtype != ours.dtype:
-                return False
-            if (kept := native.shape[2]) > ours.shape[2]:
-                return False
-            ours = ours[:, :, ours.shape[2] - kept :].to(native.device)
-            tolerance = max(1e-4, 16 * torch.finfo(native.dtype).eps)
-            if ours.shape != native.shape or not torch.allclose(ours, native, rtol=tolerance, atol=tolerance):
-                return False
-    return True

@@ -250,6 +250,30 @@ def test_memory_that_shrinks_is_refused_with_the_numbers_and_used_when_it_is_bac
     assert orca_hf.explain(model).runs_by == "orca"
 
 
+@pytest.mark.parametrize("gives_back", [orca_hf.release, lambda model: None], ids=["release", "free_when_idle"])
+def test_memory_that_has_become_scarce_while_idle_is_looked_at_again(gives_back, monkeypatch):
+    config = OrcaConfig(memory_fraction=0.5, free_when_idle=gives_back is not orca_hf.release)
+    model = orca_hf.wrap(make_model(), config)
+    expected = model.generate(**BATCH)
+    plenty = model.generate.engines[0].stats.num_slots
+    gives_back(model)
+    with monkeypatch.context() as patch:
+        bytes_per_slot = 2 * 2 * 2 * 12 * 4  # layers, K and V, heads, head_dim, float32
+        patch.setattr("orca_hf.kv_pool.free_memory", lambda device: 2 * 64 * bytes_per_slot)
+        with pytest.raises(CapacityError, match="needs 100 slots, the pool has 64"):
+            model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=90)
+        assert torch.equal(model.generate(**BATCH), expected), "what fits is served"
+        assert model.generate.engines[0].stats.num_slots == 64
+        patch.setattr("orca_hf.kv_pool.free_memory", lambda device: 1000)
+        orca_hf.release(model)
+        with pytest.raises(CapacityError, match="50% of the free memory of cpu is 500 bytes"):
+            model.generate(**BATCH)
+        assert_whole(model)
+    orca_hf.release(model)
+    assert torch.equal(model.generate(**BATCH), expected)
+    assert model.generate.engines[0].stats.num_slots == plenty
+
+
 def test_weights_are_not_packed_where_memory_is_short(monkeypatch):
     model = make_model()
     expected = model.generate(**BATCH)

@@ -36,7 +36,7 @@ LAYERS = [
         "sampling",
         "sampling_options",
     ],
-    ["runner"],
+    ["runner", "trial"],
     ["engine"],
     ["checkpoint", "concurrent_calls", "eligibility", "generate", "model_eligibility", "prepared_call"],
     ["__init__", "loading", "pipelines", "wrapping"],
