@@ -115,6 +115,7 @@ def test_a_variant_runs_in_other_dtypes(name, dtype):
     model_type, overrides = VARIANTS[name]
     model = make_model(model_type, **overrides).to(dtype)
     made = {**pad_left(PROMPTS), "max_new_tokens": 6, "return_dict_in_generate": True, "output_logits": True}
+    made["use_cache"] = False  # what latent attention caches, Orca cannot return
     native = model.generate(**made, do_sample=False)
     orca_hf.wrap(model, OrcaConfig(max_batch_size=3, max_batch_tokens=5, max_slots=256, block_size=4))
     assert orca_hf.explain(model, **made).runs_by == "orca"
