@@ -73,11 +73,6 @@ def _bmm(left: Tensor, right: Tensor) -> Tensor:
     return torch.cat([torch.bmm(piece.contiguous(), right) for piece in left.split(ROWS, dim=1)], dim=1)
 
 
-def _linear_pointwise(rows: Tensor, *args: Any) -> Tensor:
-    flat = _in_pieces(lambda piece: torch.ops.mkldnn._linear_pointwise(piece, *args), rows.flatten(0, -2))
-    return flat.view(*rows.shape[:-1], -1)
-
-
 def _grouped_mm(
     left: Tensor,
     right: Tensor,
@@ -101,7 +96,6 @@ _PRODUCTS: dict[Any, Callable[..., Tensor]] = {
     _aten.addmm.default: _addmm,
     _aten.bmm.default: _bmm,
     _aten._grouped_mm.default: _grouped_mm,
-    torch.ops.mkldnn._linear_pointwise.default: _linear_pointwise,
 }
 _UNSUPPORTED = frozenset({
     _aten.baddbmm.default,

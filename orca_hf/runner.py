@@ -200,7 +200,8 @@ class ModelRunner:
 
     def _packed_forwards(self, iteration: Iteration, remaining: int) -> list[StandIn]:
         """The linears to run packed: all that can be, or none where that would not pay."""
-        if not self.config.pack_weights or self.autocast is not None:
+        # Whether packing pays depends on who is there, and packed products add in another order.
+        if not self.config.pack_weights or self.autocast is not None or self.config.deterministic:
             return []
         if not self._verified:
             is_packed = bool(self.packed.forwards)

@@ -49,6 +49,13 @@ def test_logits_do_not_depend_on_neighbours_or_settings(model_type, dtype):
     assert torch.equal(run(model, [*others[:4], prompts[2], *others[4:]])[1][4], expected[2]), "among others"
 
 
+def test_weights_are_not_packed_only_when_it_pays():
+    """A packed product adds in another order, so whether one is used must not depend on how much work there is."""
+    model = orca_hf.wrap(make_model(), OrcaConfig(deterministic=True))
+    run(model, make_prompts(0), max_new_tokens=40)
+    assert model.generate.engines[0].stats.packed_bytes == 0
+
+
 def test_sampled_tokens_do_not_depend_on_settings():
     model = make_model().to(torch.bfloat16)
     tokens = []
