@@ -1,7 +1,9 @@
 """The CPU backend: one pass over the requests, on views of the caches.
 
-Equal to the reference. Whatever does not depend on the layer (spans, masks, slot indices) is computed at an iteration's
-first layer and kept in `RaggedBatch.scratch`: this code runs layers x requests times per iteration.
+Equal to the reference. Decodes in float32 run in one call of the compiled kernels where these are loaded; everything
+else, and everything where they are not, is PyTorch's. Whatever does not depend on the layer (spans, masks, slot
+indices) is computed at an iteration's first layer and kept in `RaggedBatch.scratch`: this code runs layers x requests
+times per iteration.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .compiled import loaded
 from .ragged import RaggedBatch
 from .reference import request_slots
 
@@ -29,6 +32,7 @@ class _Span:
         kv_len: Number of keys that some row sees.
         first_slot: Slot of the first of them; the others follow, unless `slots` says otherwise.
         slots: (kv_len,) int64: their slots, where these are not consecutive; else None.
+        is_decode: It is all of its request's query rows, and one.
         is_causal: SDPA's own causal mask is the whole mask.
         bias: Added to the scores: (rows, kv_len), (num_kv_heads, group, rows, kv_len), or None for nothing.
     """
@@ -38,6 +42,7 @@ class _Span:
     kv_len: int
     first_slot: int
     slots: Tensor | None
+    is_decode: bool
     is_causal: bool
     bias: Tensor | None = None
 
@@ -47,7 +52,8 @@ class _Plan:
     """What the layers of an iteration share.
 
     Attributes:
-        spans: In flat order.
+        spans: In flat order; without the decodes where the compiled kernels take these.
+        decodes: (num_decodes,) int32: the requests that they take.
         slopes: The ALiBi slopes; held so that their address, which names the plan, stays theirs.
         sections: Where every span is a decode over slots of its own: sizes that cut the caches into gap, K/V, gap, ...
         places: For each span, which section holds its K/V.
@@ -55,6 +61,7 @@ class _Plan:
 
     spans: list[_Span]
     slopes: Tensor | None
+    decodes: Tensor | None = None
     sections: list[int] | None = None
     places: list[int] = field(default_factory=list)
 
@@ -88,17 +95,35 @@ def selective_attention(
     group = query.shape[1] // num_kv_heads
     # SDPA has neither sinks nor a softcap, and would copy K/V where the value's width is its own.
     explicit = softcap is not None or sinks is not None or key_cache.shape[2] != value_cache.shape[2]
-    plan = _plan(batch, query.dtype, key_cache, sliding_window, alibi_slopes, explicit)
+    compiled = None
+    # Whether the kernels are loaded by now must make no difference where not a bit may differ.
+    if query.dtype is torch.float32 and 1 in batch.query_lens_host and not batch.batch_invariant:
+        compiled = loaded()
+    plan = _plan(batch, query.dtype, key_cache, sliding_window, alibi_slopes, explicit, compiled is not None)
     if query.stride(2) != 1:
         query = query.contiguous()
 
     if plan.sections is not None:
         return _decode_all(query, key_cache, value_cache, plan, plan.sections, scaling)
+    out = torch.empty(*query.shape[:2], value_cache.shape[2], dtype=query.dtype)
+    if compiled is not None and plan.decodes is not None:
+        compiled.decode(
+            query,
+            key_cache,
+            value_cache,
+            batch,
+            plan.decodes,
+            out,
+            scaling=scaling,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            sinks=None if sinks is None else sinks.to(torch.float32).contiguous(),
+            alibi_slopes=None if alibi_slopes is None else alibi_slopes.to(torch.float32).contiguous(),
+        )
 
     # (num_kv_heads, group, tokens, head_dim): a group's heads stand next to the K/V head that they share.
     grouped = query.view(-1, num_kv_heads, group, query.shape[2]).permute(1, 2, 0, 3)
     keys, values = key_cache.transpose(0, 1), value_cache.transpose(0, 1)
-    outputs = []
     for span in plan.spans:
         q = grouped.narrow(2, span.start, span.rows)
         if span.slots is None:
@@ -107,13 +132,14 @@ def selective_attention(
             k = key_cache.index_select(0, span.slots).transpose(0, 1)
             v = value_cache.index_select(0, span.slots).transpose(0, 1)
         if explicit:
-            out = _explicit(q, k, v, span.bias, scaling, softcap, sinks)
+            attended = _explicit(q, k, v, span.bias, scaling, softcap, sinks)
         elif span.rows == 1:
-            out = _decode(q, k, v, span.bias, scaling)
+            attended = _decode(q, k, v, span.bias, scaling)
         else:
-            out = _prefill(q, k, v, span, scaling)
-        outputs.append(out.permute(2, 0, 1, 3))
-    return torch.cat(outputs).flatten(1, 2)
+            attended = _prefill(q, k, v, span, scaling)
+        target = out[span.start : span.start + span.rows].unflatten(1, (num_kv_heads, group))
+        target.copy_(attended.permute(2, 0, 1, 3))
+    return out
 
 
 def _decode_all(
@@ -181,23 +207,30 @@ def _plan(
     sliding_window: int | None,
     alibi_slopes: Tensor | None,
     explicit: bool,
+    compiled: bool,
 ) -> _Plan:
     num_slots, num_kv_heads, _ = key_cache.shape
     address = None if alibi_slopes is None else alibi_slopes.data_ptr()
-    name = ("cpu", dtype, num_slots, num_kv_heads, sliding_window, address, explicit)
+    name = ("cpu", dtype, num_slots, num_kv_heads, sliding_window, address, explicit, compiled)
     known: _Plan | None = batch.scratch.get(name)
     if known is not None:
         return known
     spans = _cut(batch, sliding_window, masked=explicit or alibi_slopes is not None)
+    decodes = None
+    if compiled:
+        requests = [index for index, query_len in enumerate(batch.query_lens_host) if query_len == 1]
+        decodes = torch.tensor(requests, dtype=torch.int32)
+        spans = [span for span in spans if not span.is_decode]
     # SDPA wants a mask of the query's dtype; written out, scores are in float32 at least.
     bias_dtype = torch.promote_types(dtype, torch.float32) if explicit else dtype
     _add_biases(spans, sliding_window, alibi_slopes, num_kv_heads, bias_dtype)
-    plan = _Plan(spans, alibi_slopes)
+    plan = _Plan(spans, alibi_slopes, decodes)
     if not explicit:
         for span in spans:
             if span.rows == 1 and span.bias is not None:
                 span.bias = span.bias.squeeze(2).unsqueeze(0)
-        _add_sections(plan, num_slots)
+        if not compiled:
+            _add_sections(plan, num_slots)
     batch.scratch[name] = plan
     return plan
 
@@ -243,6 +276,7 @@ def _cut(batch: RaggedBatch, sliding_window: int | None, *, masked: bool) -> lis
                     kv_len=end - begin,
                     first_slot=first_slot + begin if slots is None else -1,
                     slots=None if slots is None else slots[begin:end],
+                    is_decode=query_len == 1,
                     is_causal=is_causal,
                 )
             )

@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from kernel_cases import LARGE_CASES, NAN, SMALL_CASES, Case, case_id, error_and_bound, make
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from orca_kernels import RaggedBatch, selective_attention, store_kv
+from orca_kernels import RaggedBatch, compiled, selective_attention, store_kv
+
+
+@pytest.fixture(autouse=True, params=["torch", "compiled"])
+def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything holds with PyTorch's operations alone, and with the compiled kernels."""
+    library = compiled.library() if request.param == "compiled" else None
+    if request.param == "compiled" and library is None:
+        pytest.skip("the kernels cannot be compiled on this machine")
+    monkeypatch.setattr("orca_kernels.cpu.loaded", lambda: library)
 
 
 @pytest.mark.parametrize("case", SMALL_CASES + LARGE_CASES, ids=case_id)

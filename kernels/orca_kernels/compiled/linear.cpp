@@ -1,0 +1,106 @@
+// Products of a few rows with a weight that has been laid out for it.
+//
+// A weight (num_out, num_in) lies in panels: for kPanel outputs, all their inputs, so that a step along the inputs reads
+// kPanel neighbouring values. A thread takes whole panels, and each panel meets all rows while it is in the cache: the
+// weight comes from memory once, whatever the number of rows.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+constexpr int kRows = 12; // 24 accumulators, 2 of the weight, and room to broadcast an input
+#else
+constexpr int kLanes = 8;
+constexpr int kRows = 6;  // 12 accumulators of 16 registers
+#endif
+constexpr int kPanel = 2 * kLanes;
+constexpr int64_t kSerial = 1 << 15; // products that are done before a second thread has woken
+constexpr int64_t kDepth = 2048;     // inputs that a panel is walked through at a time: fits the second-level cache
+
+typedef float Vector __attribute__((vector_size(kLanes * sizeof(float)), aligned(4), may_alias));
+
+template <int ROWS>
+void multiply(const float* __restrict x, int64_t x_row, const float* __restrict panel, float* __restrict out,
+              int64_t out_row, int64_t depth, bool adds, int width) {
+  Vector acc[ROWS][2];
+  for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = Vector{};
+  for (int64_t k = 0; k < depth; ++k) {
+    const Vector w0 = *reinterpret_cast<const Vector*>(panel + k * kPanel);
+    const Vector w1 = *reinterpret_cast<const Vector*>(panel + k * kPanel + kLanes);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) {
+      const float value = x[r * x_row + k];
+      acc[r][0] += w0 * value;
+      acc[r][1] += w1 * value;
+    }
+  }
+  for (int r = 0; r < ROWS; ++r) {
+    float* row = out + r * out_row;
+    if (width == kPanel) {
+      Vector* target = reinterpret_cast<Vector*>(row);
+      if (adds) acc[r][0] += target[0], acc[r][1] += target[1];
+      target[0] = acc[r][0];
+      target[1] = acc[r][1];
+    } else {
+      float values[kPanel];
+      std::memcpy(values, acc[r], sizeof(values));
+      for (int i = 0; i < width; ++i) row[i] = adds ? row[i] + values[i] : values[i];
+    }
+  }
+}
+
+typedef void (*Multiply)(const float*, int64_t, const float*, float*, int64_t, int64_t, bool, int);
+constexpr Multiply kMultiply[] = {nullptr,      multiply<1>, multiply<2>, multiply<3>, multiply<4>,
+                                  multiply<5>,  multiply<6>,
+#if defined(__AVX512F__)
+                                  multiply<7>,  multiply<8>, multiply<9>, multiply<10>, multiply<11>, multiply<12>
+#endif
+};
+
+}  // namespace
+
+extern "C" {
+
+// Floats that a packed weight takes.
+int64_t orca_packed_size(int64_t num_out, int64_t num_in) { return (num_out + kPanel - 1) / kPanel * kPanel * num_in; }
+
+// weight: (num_out, num_in), contiguous. packed: orca_packed_size floats.
+void orca_pack_f32(const float* weight, int64_t num_out, int64_t num_in, float* packed) {
+  const int64_t panels = (num_out + kPanel - 1) / kPanel;
+#pragma omp parallel for schedule(static)
+  for (int64_t p = 0; p < panels; ++p)
+    for (int64_t k = 0; k < num_in; ++k)
+      for (int i = 0; i < kPanel; ++i) {
+        const int64_t n = p * kPanel + i;
+        packed[(p * num_in + k) * kPanel + i] = n < num_out ? weight[n * num_in + k] : 0.0f;
+      }
+}
+
+// x: (num_rows, num_in), rows x_row apart. bias: (num_out) or null. out: (num_rows, num_out), contiguous.
+void orca_linear_f32(const float* x, int64_t x_row, const float* packed, const float* bias, float* out,
+                     int64_t num_rows, int64_t num_out, int64_t num_in, int64_t num_threads) {
+  const int64_t panels = (num_out + kPanel - 1) / kPanel;
+  // Equal tiles: 13 rows are 7 and 6, not 12 and 1.
+  const int64_t tiles = (num_rows + kRows - 1) / kRows;
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows * num_out * num_in > kSerial)
+  for (int64_t p = 0; p < panels; ++p) {
+    const int width = static_cast<int>(std::min<int64_t>(kPanel, num_out - p * kPanel));
+    for (int64_t begin = 0; begin < num_in; begin += kDepth) {
+      const int64_t depth = std::min(kDepth, num_in - begin);
+      const float* panel = packed + (p * num_in + begin) * kPanel;
+      for (int64_t t = 0; t < tiles; ++t) {
+        const int64_t r0 = num_rows * t / tiles, r1 = num_rows * (t + 1) / tiles;
+        kMultiply[r1 - r0](x + r0 * x_row + begin, x_row, panel, out + r0 * num_out + p * kPanel, num_out, depth,
+                           begin > 0, width);
+      }
+    }
+    if (bias)
+      for (int64_t r = 0; r < num_rows; ++r)
+        for (int i = 0; i < width; ++i) out[r * num_out + p * kPanel + i] += bias[p * kPanel + i];
+  }
+}
+}
