@@ -18,14 +18,26 @@ def packed_forward(linear):
     return packed, forward
 
 
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True, params=["compiled", "oneDNN"])
+def _products(request, monkeypatch):
+    """Everything holds with and without a compiler."""
+    if request.param == "oneDNN":
+        monkeypatch.setattr("orca_kernels.compiled.library", lambda: None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 5, 3), (7, 16, 48), (64, 33, 97), (1, 1, 1)])
 @torch.no_grad()
-def test_a_packed_linear_computes_what_the_linear_computes(rows, inputs, outputs, bias):
-    linear = nn.Linear(inputs, outputs, bias=bias)
+def test_a_packed_linear_computes_what_the_linear_computes(rows, inputs, outputs, bias, dtype):
+    linear = nn.Linear(inputs, outputs, bias=bias, dtype=dtype)
     _, forward = packed_forward(linear)
-    hidden = torch.randn(1, rows, inputs)
-    torch.testing.assert_close(forward(hidden), linear(hidden), atol=1e-5, rtol=1e-5)
+    hidden = torch.randn(1, rows, inputs, dtype=dtype)
+    tolerance = max(1e-5, 2 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(forward(hidden), linear(hidden), atol=tolerance, rtol=tolerance)
 
 
 def test_under_grad_or_autocast_the_linears_own_product_runs():
@@ -55,7 +67,7 @@ def inference_linear():
 REFUSED = {
     "another class": lambda: Subclass(4, 4),
     "a forward of the user's": lambda: with_forward(nn.Linear(4, 4)),
-    "bfloat16": lambda: nn.Linear(4, 4, dtype=torch.bfloat16),
+    "float16": lambda: nn.Linear(4, 4, dtype=torch.float16),
     "another device": lambda: nn.Linear(4, 4, device="meta"),
     "made in inference mode": inference_linear,
     "not a linear": lambda: nn.Embedding(4, 4),
@@ -69,7 +81,7 @@ def test_what_cannot_be_packed_is_left_alone(name):
 
 
 def flip_lowest_bit(weight):
-    weight.view(torch.int32)[3, 5] ^= 1
+    weight.view(torch.int32 if weight.dtype is torch.float32 else torch.int16)[3, 5] ^= 1
 
 
 def exchange(weight):
@@ -86,18 +98,19 @@ CHANGES = {
 }
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CHANGES)
 @torch.no_grad()
-def test_a_deep_look_sees_what_data_hides(name):
+def test_a_deep_look_sees_what_data_hides(name, dtype):
     """Writes through .data move no version counter."""
-    linear = nn.Linear(10, 12, bias=False)
+    linear = nn.Linear(10, 12, bias=False, dtype=dtype)
     packed, forward = packed_forward(linear)
     CHANGES[name](linear.weight.data)
     packed.refresh(deep=False)
     assert packed.forwards[0] is forward
     packed.refresh(deep=True)
     assert packed.forwards[0] is not forward
-    hidden = torch.randn(1, 3, 10)
+    hidden = torch.randn(1, 3, 10, dtype=dtype)
     torch.testing.assert_close(packed.forwards[0](hidden), linear(hidden))
     packed.refresh(deep=True)
     assert packed.forwards[0] is not forward

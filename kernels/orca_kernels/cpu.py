@@ -1,6 +1,6 @@
 """The CPU backend: one pass over the requests, on views of the caches.
 
-Equal to the reference. Decodes in float32 run in one call of the compiled kernels where these are loaded; everything
+Equal to the reference. Decodes run in one call of the compiled kernels where these are loaded; everything
 else, and everything where they are not, is PyTorch's. Whatever does not depend on the layer (spans, masks, slot
 indices) is computed at an iteration's first layer and kept in `RaggedBatch.scratch`: this code runs layers x requests
 times per iteration.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .compiled import loaded
+from .compiled import DECODE_DTYPES, loaded
 from .ragged import RaggedBatch
 from .reference import request_slots
 
@@ -97,7 +97,7 @@ def selective_attention(
     explicit = softcap is not None or sinks is not None or key_cache.shape[2] != value_cache.shape[2]
     compiled = None
     # Whether the kernels are loaded by now must make no difference where not a bit may differ.
-    if query.dtype is torch.float32 and 1 in batch.query_lens_host and not batch.batch_invariant:
+    if query.dtype in DECODE_DTYPES and 1 in batch.query_lens_host and not batch.batch_invariant:
         compiled = loaded()
     plan = _plan(batch, query.dtype, key_cache, sliding_window, alibi_slopes, explicit, compiled is not None)
     if query.stride(2) != 1:

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <vector>
 
 namespace {
 
@@ -36,21 +37,43 @@ inline float exponential(float x) {
   return x < -87.0f ? 0.0f : p * scale.f;
 }
 
-inline float dot(const float* __restrict a, const float* __restrict b, int size) {
+inline float widen(float x) { return x; }
+
+// bfloat16 is the upper half of a float32.
+inline float widen(uint16_t x) {
+  union {
+    uint32_t i;
+    float f;
+  } wide;
+  wide.i = static_cast<uint32_t>(x) << 16;
+  return wide.f;
+}
+
+inline void narrow(float x, float* out) { *out = x; }
+
+inline void narrow(float x, uint16_t* out) {
+  union {
+    float f;
+    uint32_t i;
+  } wide;
+  wide.f = x;
+  const uint32_t rounded = (wide.i + 0x7fff + ((wide.i >> 16) & 1)) >> 16; // to the nearest, to even
+  *out = x != x ? 0x7fc0 : static_cast<uint16_t>(rounded);
+}
+
+template <typename T>
+inline float dot(const float* __restrict a, const T* __restrict b, int size) {
   float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
-  for (int i = 0; i < size; ++i) sum += a[i] * b[i];
+  for (int i = 0; i < size; ++i) sum += a[i] * widen(b[i]);
   return sum;
 }
 
-inline void scaled_add(float* __restrict out, const float* __restrict row, float weight, int size) {
+template <typename T>
+inline void scaled_add(float* __restrict out, const T* __restrict row, float weight, int size) {
 #pragma omp simd
-  for (int i = 0; i < size; ++i) out[i] += weight * row[i];
+  for (int i = 0; i < size; ++i) out[i] += weight * widen(row[i]);
 }
-
-}  // namespace
-
-extern "C" {
 
 // query:        (total_q, num_heads, head_dim), strides in elements, the last one 1
 // key_cache:    (num_slots, num_kv_heads, head_dim), likewise
@@ -59,13 +82,13 @@ extern "C" {
 // cu_seqlens_q, kv_lens, block_table (all requests, table_width): as in RaggedBatch
 // out:          (total_q, num_heads, v_head_dim), contiguous; other rows are left alone
 // sliding_window 0: none. softcap 0: none. sinks, slopes: (num_heads) or null.
-void orca_decode_f32(const float* query, int64_t query_row, int64_t query_head, const float* key_cache, int64_t key_slot,
-                     int64_t key_head, const float* value_cache, int64_t value_slot, int64_t value_head,
-                     const int32_t* requests, int64_t num_requests, const int32_t* cu_seqlens_q,
-                     const int32_t* kv_lens, const int32_t* block_table, int64_t table_width, float* out,
-                     int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t v_head_dim,
-                     int64_t block_size, int64_t sliding_window, float scaling, float softcap, const float* sinks,
-                     const float* slopes, int64_t num_threads) {
+template <typename T>
+void decode(const T* query, int64_t query_row, int64_t query_head, const T* key_cache, int64_t key_slot,
+            int64_t key_head, const T* value_cache, int64_t value_slot, int64_t value_head, const int32_t* requests,
+            int64_t num_requests, const int32_t* cu_seqlens_q, const int32_t* kv_lens, const int32_t* block_table,
+            int64_t table_width, T* out, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
+            int64_t v_head_dim, int64_t block_size, int64_t sliding_window, float scaling, float softcap,
+            const float* sinks, const float* slopes, int64_t num_threads) {
   const int group = static_cast<int>(num_heads / num_kv_heads);
   const int parts = (group + kMaxGroup - 1) / kMaxGroup;
   const int64_t num_tasks = num_requests * num_kv_heads * parts;
@@ -80,15 +103,21 @@ void orca_decode_f32(const float* query, int64_t query_row, int64_t query_head, 
     const int kv_len = kv_lens[request];
     const int begin = sliding_window > 0 ? static_cast<int>(std::max<int64_t>(0, kv_len - sliding_window)) : 0;
     const int32_t* table = block_table + request * table_width;
-    const float* q = query + row * query_row + head0 * query_head;
-    float* result = out + (row * num_heads + head0) * v_head_dim;
 
+    // In float32, whatever the tensors are in: the queries, and what is added up.
+    thread_local std::vector<float> memory;
+    memory.assign(heads * (head_dim + v_head_dim), 0.0f);
+    float* const queries = memory.data();
+    float* const result = queries + heads * head_dim;
+    for (int h = 0; h < heads; ++h) {
+      const T* q = query + row * query_row + (head0 + h) * query_head;
+      for (int64_t i = 0; i < head_dim; ++i) queries[h * head_dim + i] = scaling * widen(q[i]);
+    }
     float top[kMaxGroup], sum[kMaxGroup];
     alignas(64) float scores[kMaxGroup][kBlock];
     for (int h = 0; h < heads; ++h) {
       top[h] = sinks ? sinks[head0 + h] : kMinusInf;
       sum[h] = sinks ? 1.0f : 0.0f;
-      std::fill(result + h * v_head_dim, result + (h + 1) * v_head_dim, 0.0f);
     }
     for (int start = begin; start < kv_len; start += kBlock) {
       const int count = std::min(kBlock, kv_len - start);
@@ -98,8 +127,8 @@ void orca_decode_f32(const float* query, int64_t query_row, int64_t query_head, 
         slots[j] = static_cast<int64_t>(table[p / block_size]) * block_size + p % block_size;
       }
       for (int j = 0; j < count; ++j) {
-        const float* key = key_cache + slots[j] * key_slot + kv_head * key_head;
-        for (int h = 0; h < heads; ++h) scores[h][j] = scaling * dot(q + h * query_head, key, head_dim);
+        const T* key = key_cache + slots[j] * key_slot + kv_head * key_head;
+        for (int h = 0; h < heads; ++h) scores[h][j] = dot(queries + h * head_dim, key, head_dim);
       }
       for (int h = 0; h < heads; ++h) {
         float* s = scores[h];
@@ -122,12 +151,32 @@ void orca_decode_f32(const float* query, int64_t query_row, int64_t query_head, 
           for (int64_t i = 0; i < v_head_dim; ++i) result[h * v_head_dim + i] *= rescale;
       }
       for (int j = 0; j < count; ++j) {
-        const float* value = value_cache + slots[j] * value_slot + kv_head * value_head;
+        const T* value = value_cache + slots[j] * value_slot + kv_head * value_head;
         for (int h = 0; h < heads; ++h) scaled_add(result + h * v_head_dim, value, scores[h][j], v_head_dim);
       }
     }
+    T* target = out + (row * num_heads + head0) * v_head_dim;
     for (int h = 0; h < heads; ++h)
-      for (int64_t i = 0; i < v_head_dim; ++i) result[h * v_head_dim + i] /= sum[h];
+      for (int64_t i = 0; i < v_head_dim; ++i) narrow(result[h * v_head_dim + i] / sum[h], target + h * v_head_dim + i);
   }
 }
+
+}  // namespace
+
+extern "C" {
+
+#define ORCA_DECODE(NAME, T)                                                                                          \
+  void NAME(const T* query, int64_t query_row, int64_t query_head, const T* key_cache, int64_t key_slot,             \
+            int64_t key_head, const T* value_cache, int64_t value_slot, int64_t value_head, const int32_t* requests, \
+            int64_t num_requests, const int32_t* cu_seqlens_q, const int32_t* kv_lens, const int32_t* block_table,   \
+            int64_t table_width, T* out, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,                  \
+            int64_t v_head_dim, int64_t block_size, int64_t sliding_window, float scaling, float softcap,            \
+            const float* sinks, const float* slopes, int64_t num_threads) {                                          \
+    decode<T>(query, query_row, query_head, key_cache, key_slot, key_head, value_cache, value_slot, value_head,      \
+              requests, num_requests, cu_seqlens_q, kv_lens, block_table, table_width, out, num_heads, num_kv_heads, \
+              head_dim, v_head_dim, block_size, sliding_window, scaling, softcap, sinks, slopes, num_threads);       \
+  }
+
+ORCA_DECODE(orca_decode_f32, float)
+ORCA_DECODE(orca_decode_bf16, uint16_t)
 }

@@ -18,30 +18,33 @@ from .build import CompileError, compile_library
 logger = logging.getLogger(__name__)
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_DECODE = [
+    *(_POINTER, _INT, _INT),  # query
+    *(_POINTER, _INT, _INT),  # keys
+    *(_POINTER, _INT, _INT),  # values
+    *(_POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT),  # the batch
+    _POINTER,  # the result
+    *[_INT] * 6,
+    *(_FLOAT, _FLOAT, _POINTER, _POINTER, _INT),
+]
 _SIGNATURES = {
     "orca_packed_size": ([_INT, _INT], _INT),
     "orca_pack_f32": ([_POINTER, _INT, _INT, _POINTER], None),
     "orca_linear_f32": ([_POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _INT], None),
-    "orca_decode_f32": (
-        [
-            *(_POINTER, _INT, _INT),  # query
-            *(_POINTER, _INT, _INT),  # keys
-            *(_POINTER, _INT, _INT),  # values
-            *(_POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT),  # the batch
-            _POINTER,  # the result
-            *[_INT] * 6,
-            *(_FLOAT, _FLOAT, _POINTER, _POINTER, _INT),
-        ],
-        None,
-    ),
+    "orca_decode_f32": (_DECODE, None),
+    "orca_decode_bf16": (_DECODE, None),
 }
+
+DECODE_DTYPES = frozenset({torch.float32, torch.bfloat16})
 
 
 class Library:
-    """The kernels of one shared library. All tensors are float32 on the CPU; nothing is checked here.
+    """The kernels of one shared library, on tensors on the CPU; nothing is checked here.
 
     Args:
         path: The library, as `compile_library` makes it.
+
+    Linears are in float32; `decode` takes a query and caches of `DECODE_DTYPES`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,7 +55,7 @@ class Library:
         self._packed_size = functions.orca_packed_size
         self._pack = functions.orca_pack_f32
         self._linear = functions.orca_linear_f32
-        self._decode = functions.orca_decode_f32
+        self._decode = {torch.float32: functions.orca_decode_f32, torch.bfloat16: functions.orca_decode_bf16}
 
     def pack(self, weight: Tensor) -> Tensor:
         """Lay a weight (num_out, num_in), contiguous, out for `linear`; new memory, of about its size."""
@@ -98,9 +101,9 @@ class Library:
         """Attention of those `requests` (num,) int32 of the batch that have one query each.
 
         The others' rows of `out` (total_q, num_heads, v_head_dim), contiguous, are left alone. The other arguments are
-        those of `orca_kernels.selective_attention`.
+        those of `orca_kernels.selective_attention`; `sinks` and `alibi_slopes` are in float32.
         """
-        self._decode(
+        self._decode[query.dtype](
             query.data_ptr(),
             *query.stride()[:2],
             key_cache.data_ptr(),
