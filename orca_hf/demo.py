@@ -167,11 +167,14 @@ def _num_tokens(row: torch.Tensor, ends: set[int]) -> int:
 
 
 def _write_machine(write: Callable[[str], object], model: PreTrainedModel) -> None:
-    cpu = next((line.split(":", 1)[1].strip() for line in _cpu_lines() if line.startswith("model name")), "CPU")
-    where = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else cpu
+    where = processor_name(model.device)
     write(f"{where}, {torch.get_num_threads()} threads, PyTorch {torch.__version__}, {model.dtype}")
 
 
-def _cpu_lines() -> list[str]:
+def processor_name(device: torch.device) -> str:
+    """What the device calls itself."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
-    return info.read_text().splitlines() if info.exists() else []
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "CPU")

@@ -62,6 +62,8 @@ class Engine:
         CapacityError: There is no memory for a pool.
     """
 
+    scheduler_type: type[Scheduler] = Scheduler  # the bench compares with another policy, in a subclass
+
     def __init__(self, runner: ModelRunner, config: OrcaConfig) -> None:
         self.runner = runner
         self.config = config
@@ -75,7 +77,7 @@ class Engine:
         self._num_tokens = 0
 
     def _make_scheduler(self) -> Scheduler:
-        return Scheduler(
+        return self.scheduler_type(
             KVManager(self.runner.make_pool(), self.config.block_size),
             max_batch_size=self.config.max_batch_size,
             max_batch_tokens=self.config.max_batch_tokens,
@@ -254,10 +256,14 @@ class Engine:
                     continue  # cancelled in the meantime
                 self.scheduler.append(request, token)
                 if over:
-                    self.scheduler.finish(request)
-                    generation.row_ended()
+                    self._end_row(request)
             if generation.done:
                 self._changed.notify_all()
+
+    def _end_row(self, request: Request) -> None:
+        """A row has its last token: its slots are free, and its caller is answered at once; the lock is held."""
+        self.scheduler.finish(request)
+        request.owner.row_ended()
 
     def _fail(self, generation: Generation, error: BaseException) -> None:
         """End a call with `error`; the lock is held."""

@@ -50,6 +50,8 @@ class OrcaGenerate:
         config: The settings.
     """
 
+    engine_type: type[Engine] = Engine
+
     def __init__(self, model: PreTrainedModel, config: OrcaConfig) -> None:
         self.model = model
         self.config = config
@@ -174,7 +176,7 @@ class OrcaGenerate:
                 try:
                     if quantized := quantization_reasons(self.model, modules):
                         raise UnsupportedError(quantized[0])
-                    engine = Engine(ModelRunner(self.model, self.config, autocast), self.config)
+                    engine = self.engine_type(ModelRunner(self.model, self.config, autocast), self.config)
                 except UnsupportedError as reason:
                     self._engines.pop(autocast, None)
                     why = str(reason)

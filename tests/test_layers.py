@@ -40,7 +40,7 @@ LAYERS = [
     ["engine"],
     ["checkpoint", "concurrent_calls", "eligibility", "generate", "model_eligibility", "prepared_call"],
     ["__init__", "loading", "pipelines", "wrapping"],
-    ["cli", "demo"],
+    ["bench", "cli", "demo"],
 ]
 LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
 PURE_LAYERS = 3  # the lowest ones: nothing but the standard library
