@@ -47,18 +47,14 @@ def measure(arguments: Namespace) -> list[Point]:
     cases = [(prompt_len, size) for prompt_len in arguments.prompt_lens for size in arguments.batch_sizes]
     times: dict[tuple[str, int, int], list[float]] = {}
     longest = ClientRequest(random_prompt(rng, max(arguments.prompt_lens), subject.vocab_size), arguments.output_len)
-    with (
-        report.progress(len(cases) * arguments.repeats, "batch") as bar,
-        ready(engines["orca"], subject.batch([longest])),
-    ):
-        for _ in range(arguments.repeats):
+    call = subject.batch([longest])
+    bar = report.progress(len(cases) * arguments.repeats, "batch")
+    with bar, ready(engines["orca"], call), ready(engines["native"], call):
+        for repeat in range(arguments.repeats):
             for prompt_len, size in cases:
-                rows = [
-                    ClientRequest(random_prompt(rng, prompt_len, subject.vocab_size), arguments.output_len)
-                    for _ in range(size)
-                ]
-                call = subject.batch(rows)
-                for name, generate in engines.items():
+                prompts = [random_prompt(rng, prompt_len, subject.vocab_size) for _ in range(size)]
+                call = subject.batch([ClientRequest(prompt, arguments.output_len) for prompt in prompts])
+                for name, generate in list(engines.items())[:: -1 if repeat % 2 else 1]:
                     start = time.perf_counter()
                     generate(**call)
                     times.setdefault((name, prompt_len, size), []).append(time.perf_counter() - start)

@@ -59,6 +59,8 @@ def draw_lines(path: str, panels: Sequence[Panel]) -> None:
         ax.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
         if panel.log_x:
             ax.set_xscale("log", base=2)
+            ticks = sorted({x for line in panel.lines for x in line.xs})
+            ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         if panel.log_y:
             ax.set_yscale("log")
         ax.grid(visible=True, linewidth=0.4)

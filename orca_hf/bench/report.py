@@ -1,6 +1,7 @@
 """What every subcommand does with its points: a table, a JSON file, a progress bar."""
 
 import json
+import math
 import platform
 from argparse import Namespace
 from collections.abc import Sequence
@@ -41,7 +42,10 @@ def machine() -> dict[str, Any]:
 
 
 def write_json(path: str, arguments: Namespace, points: Sequence[Any]) -> None:
-    """Writes {"bench", "settings", "machine", "points"}; a figure over repeats is {"median", "low", "high"}."""
+    """Writes {"bench", "settings", "machine", "points"}; a figure over repeats is {"median", "low", "high"}.
+
+    JSON knows neither infinity, which becomes "inf", nor a mean of nothing, which becomes null.
+    """
     settings = {name: value for name, value in vars(arguments).items() if name not in ("bench", "command")}
     result = {
         "bench": arguments.bench,
@@ -49,7 +53,17 @@ def write_json(path: str, arguments: Namespace, points: Sequence[Any]) -> None:
         "machine": machine(),
         "points": [asdict(point) for point in points],
     }
-    Path(path).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    Path(path).write_text(json.dumps(_finite(result), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return value
 
 
 def progress(total: int, unit: str) -> Any:

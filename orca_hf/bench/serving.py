@@ -152,8 +152,8 @@ class NativeServer:
         while (first := self._queue.get()) is not None:
             batch = [first]
             while len(batch) < self._max_batch_size and not self._queue.empty():
-                if (another := self._queue.get()) is None:
-                    break  # cannot be: the end is put when every client has its answer
+                another = self._queue.get()
+                assert another is not None, "the end is put when every client has its answer"
                 batch.append(another)
             self._answer(batch)
 

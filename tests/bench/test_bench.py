@@ -12,6 +12,7 @@ from tiny import make_model
 
 from orca_hf import cli
 from orca_hf.bench.arguments import COMMANDS
+from orca_hf.bench.metrics import Spread
 from orca_hf.errors import OrcaError
 
 REQUESTS = [([5, 6, 7], 4), ([8] * 9, 2), ([9, 10], 6)]
@@ -96,10 +97,7 @@ def test_trace_of_synthetic_requests(bench):
     assert status == 0
     points = result["points"]
     assert {(p["system"], p["max_batch_size"], p["rate"]) for p in points} == {
-        (system, size, rate)
-        for system in ("orca", "request", "native")
-        for size in (1, 4)
-        for rate in (200, float("inf"))
+        (system, size, rate) for system in ("orca", "request", "native") for size in (1, 4) for rate in (200, "inf")
     }
     for point in points:
         assert point["requests"] == 6
@@ -116,6 +114,16 @@ def test_trace_of_synthetic_requests(bench):
             assert 0 < point["slots_used"]["median"] <= 1
     assert "Goodput" in text
     assert "request, 4" in text
+
+
+def test_what_json_does_not_know_is_written_otherwise(tmp_path):
+    from orca_hf.bench.report import write_json
+
+    point = Spread(math.nan, -math.inf, 1.5)
+    write_json(str(tmp_path / "x.json"), cli_arguments("trace", "--rates", "1,inf"), [point])
+    result = json.loads((tmp_path / "x.json").read_text(), parse_constant=pytest.fail)
+    assert result["settings"]["rates"] == [1.0, "inf"]
+    assert result["points"] == [{"median": None, "low": "-inf", "high": 1.5}]
 
 
 def test_trace_of_stamps(bench, tmp_path):
