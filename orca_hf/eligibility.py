@@ -104,17 +104,9 @@ def input_reasons(
     if attention_mask is not None:
         if attention_mask.shape != input_ids.shape:
             return [f"attention_mask has another shape, {tuple(attention_mask.shape)}, than the input"]
-        mask = attention_mask != 0
-        own_length = int(mask.sum(dim=1).max())
-        if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
-            reasons.append("attention_mask has values other than 0 and 1")
-        if not bool(mask.any(dim=1).all()):
-            reasons.append("a row is nothing but padding")
-        elif not bool(mask[:, -1].all()):
-            # Natively such a row's first token is sampled at a padding position: odd, but it is native's answer.
-            reasons.append("a row is padded on the right")
-        elif bool((mask[:, 1:] < mask[:, :-1]).any()):
-            reasons.append("attention_mask has holes")
+        if not bool((attention_mask == 1).all()):
+            own_length = int((attention_mask != 0).sum(dim=1).max())
+            reasons += _mask_reasons(attention_mask)
     if max_length is not None:
         limit = max_positions(model)
         # Attention code of a model's own may have tables as long as its positions, which it reads at padding too.
@@ -123,6 +115,21 @@ def input_reasons(
             reasons.append(f"rows may grow beyond the model's {limit} positions")
         beyond = [words for limit, words in _length_limits(model).items() if max_length > limit]
         reasons += [f"rows may grow beyond {words}" for words in beyond]
+    return reasons
+
+
+def _mask_reasons(attention_mask: Tensor) -> list[str]:
+    reasons = []
+    mask = attention_mask != 0
+    if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
+        reasons.append("attention_mask has values other than 0 and 1")
+    if not bool(mask.any(dim=1).all()):
+        reasons.append("a row is nothing but padding")
+    elif not bool(mask[:, -1].all()):
+        # Natively such a row's first token is sampled at a padding position: odd, but it is native's answer.
+        reasons.append("a row is padded on the right")
+    elif bool((mask[:, 1:] < mask[:, :-1]).any()):
+        reasons.append("attention_mask has holes")
     return reasons
 
 

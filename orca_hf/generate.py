@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 from weakref import WeakSet
 
@@ -28,7 +29,7 @@ from orca_hf.model_eligibility import (
     quantization_reasons,
     training_reasons,
 )
-from orca_hf.patches import undo_patches
+from orca_hf.patches import all_modules, undo_patches
 from orca_hf.prepared_call import PreparedCall, max_length_of
 from orca_hf.runner import ModelRunner, model_structure
 from orca_hf.sampling import Streamer
@@ -67,7 +68,7 @@ class OrcaGenerate:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._native)
+        return _signature_of(type(self.model).generate)  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, Any]:
         return {"model": self.model, "config": self.config}
@@ -83,7 +84,7 @@ class OrcaGenerate:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """generate() of the wrapped model: same arguments, same result, same errors."""
         arguments = self._bind(args, kwargs)
-        modules = tuple(self.model.modules())  # one walk for all who look at them: a third of a short call's overhead
+        modules = all_modules(self.model)  # one walk for all who look at them
         reasons, generation_config = self._reasons(arguments, modules)
         engine = None
         if not reasons:
@@ -98,7 +99,7 @@ class OrcaGenerate:
     def explain(self, **kwargs: Any) -> list[str]:
         """Every reason why a call with these arguments goes to the native path; empty if Orca runs it."""
         arguments = self._bind((), kwargs)
-        modules = tuple(self.model.modules())
+        modules = all_modules(self.model)
         reasons, generation_config = self._reasons(arguments, modules)
         input_ids = arguments.get("inputs")
         if input_ids is None:
@@ -152,7 +153,7 @@ class OrcaGenerate:
     def _reasons(self, arguments: dict[str, Any], modules: tuple[nn.Module, ...]) -> tuple[list[str], GenerationConfig]:
         options = {name: value for name, value in arguments["kwargs"].items() if name not in _NOT_FOR_CONFIG}
         merged, _ = self._private("_prepare_generation_config")(arguments.get("generation_config"), **options)
-        reasons = model_reasons(self.model, modules) + module_reasons(modules) + training_reasons(self.model)
+        reasons = model_reasons(self.model, modules) + module_reasons(modules) + training_reasons(self.model, modules)
         return reasons + call_reasons(self.model, arguments, merged), merged
 
     def _log_native(self, reasons: list[str]) -> None:
@@ -254,6 +255,13 @@ def _start_anew() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_start_anew)
+
+
+@cache
+def _signature_of(generate: Callable[..., Any]) -> inspect.Signature:
+    """A method's signature, bound."""
+    signature = inspect.signature(generate)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 def _end(streamer: Streamer | None) -> None:

@@ -97,12 +97,13 @@ def module_reasons(modules: tuple[nn.Module, ...]) -> list[str]:
             # A compiler would trace Orca's attention too, and anew for every shape of an iteration.
             return [f"a {type(module).__name__} is compiled"]
         forward = module.__dict__.get("forward")
+        if forward is None or isinstance(forward, StandIn):
+            continue
         # accelerate moves inputs and weights between devices that way, and nothing else; but in an adapted module it
         # would have the adapter's place.
         is_moved = hasattr(module, "_hf_hook") and find_adapter(module) is None
-        if forward is None or is_moved or isinstance(forward, StandIn):
-            continue
-        if not (module is modules[0] and is_own_forward(module)):  # trainers wrap the forward of the whole model
+        # Trainers wrap the forward of the whole model.
+        if not (is_moved or (module is modules[0] and is_own_forward(module))):
             return [f"a {type(module).__name__} has a forward of its own"]
     return []
 
@@ -137,12 +138,11 @@ def quantization_reasons(model: PreTrainedModel, modules: tuple[nn.Module, ...])
     return []
 
 
-def training_reasons(model: PreTrainedModel) -> list[str]:
+def training_reasons(model: PreTrainedModel, modules: tuple[nn.Module, ...]) -> list[str]:
     """Why `model` in its present mode would not give the same tokens twice."""
     if not model.training:
         return []
     reasons = []
-    modules = tuple(model.modules())
     if any(getattr(module, "gradient_checkpointing", False) for module in modules):
         # Some models (GPT-2) then forget their cache from one step to the next, and their tokens with it.
         reasons.append("the model is in training mode with gradient checkpointing")

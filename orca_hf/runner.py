@@ -20,7 +20,7 @@ from orca_hf.errors import UnsupportedError
 from orca_hf.kv_pool import KVPool, choose_num_slots, free_memory
 from orca_hf.openmp import release_threads
 from orca_hf.packed_linear import PackedLinears
-from orca_hf.patches import StandIn, attention_configs, iteration_patches, model_lock
+from orca_hf.patches import StandIn, all_modules, attention_configs, iteration_patches, model_lock
 from orca_hf.request import Request
 from orca_hf.scheduler import Iteration
 
@@ -70,8 +70,9 @@ class ModelRunner:
         # Where a model is on the attention interface, its attention may be that of an adapted class too, by heritage.
         self.adapted = [] if uses_interface(model) else adapt(model.modules())
         self._tables: dict[Any, Tensor] | None = {} if self.adapted else None
-        self._configs = attention_configs(model.modules())
-        self._structure = model_structure(tuple(model.modules()))
+        modules = all_modules(model)
+        self._configs = attention_configs(modules)
+        self._structure = model_structure(modules)
         self.accepts = frozenset(inspect.signature(type(model).forward).parameters)
         self._iterations = 0
         self._verified = False
