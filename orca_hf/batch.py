@@ -1,11 +1,13 @@
 """From an Iteration to the tensors of one forward."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from orca_hf.request import Request
 from orca_hf.scheduler import Iteration
 from orca_kernels import RaggedBatch
 
@@ -63,8 +65,16 @@ def build_batch(iteration: Iteration, *, block_size: int, device: torch.device, 
         ragged=RaggedBatch.build(
             query_lens=[step.length for step in iteration.steps],
             kv_lens=[step.start + step.length for step in iteration.steps],
-            blocks=[step.request.blocks for step in iteration.steps],
+            blocks=[_blocks(step.request, block_size) for step in iteration.steps],
             block_size=block_size,
             device=device,
         ),
     )
+
+
+def _blocks(request: Request, block_size: int) -> Sequence[int]:
+    """A request's blocks, as a range where they are consecutive: then nobody has to look at them one by one."""
+    if request.first_slot is None:
+        return request.blocks
+    first = request.first_slot // block_size
+    return range(first, first + len(request.blocks))

@@ -20,6 +20,7 @@ from orca_hf.runner import ModelRunner
 from orca_hf.sampling import Generation, greedy_tokens
 from orca_hf.scheduler import Iteration, Scheduler, Step
 from orca_hf.trial import try_out
+from orca_hf.warping import RowProbabilities, select_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -228,7 +229,11 @@ class Engine:
     def _hand_out(self, logits: Tensor) -> None:
         """Gives each call the logits of its rows; what it makes of them is its own affair, errors included."""
         greedy = [row for generation, steps in self._pending.items() if generation.is_plain_greedy for row in steps]
-        tokens = dict(zip(greedy, greedy_tokens(_select(logits, greedy)), strict=True)) if greedy else {}
+        tokens = dict(zip(greedy, greedy_tokens(select_rows(logits, greedy)), strict=True)) if greedy else {}
+        probabilities = RowProbabilities(logits)
+        for generation, steps in self._pending.items():
+            if generation.is_plain_sampling:
+                generation.want_probabilities(list(steps), probabilities)
         while self._pending:
             generation, steps = next(iter(self._pending.items()))
             rows = [row for row, step in steps.items() if not step.request.finished]  # some were cancelled in flight
@@ -236,8 +241,11 @@ class Engine:
             try:
                 if generation.is_plain_greedy:
                     accepted = generation.accept_tokens(requests, [tokens[row] for row in rows])
+                elif generation.is_plain_sampling:
+                    drawn = generation.draw_tokens(requests, rows, probabilities)
+                    accepted = generation.accept_tokens(requests, drawn)
                 elif rows:
-                    accepted = generation.accept_logits(requests, _select(logits, rows))
+                    accepted = generation.accept_logits(requests, select_rows(logits, rows))
                 else:
                     accepted = []
                 self._append(generation, accepted)
@@ -285,7 +293,3 @@ class Engine:
         """Iterations that will follow, if no row ends early."""
         requests = [step.request for step in iteration.steps]
         return max(request.max_new_tokens - len(request.generated) for request in requests)
-
-
-def _select(logits: Tensor, rows: list[int]) -> Tensor:
-    return logits if len(rows) == len(logits) else logits[rows]

@@ -112,9 +112,10 @@ def iteration_patches(configs: tuple[PretrainedConfig, ...], stand_ins: Iterable
             with _exchanging:
                 for stand_in in standing:
                     stand_in.uses -= 1
+                    own = stand_in.module.__dict__
                     # A forward that the user has set meanwhile stays.
-                    if stand_in.uses == 0 and stand_in.module.__dict__.get("forward") is stand_in:
-                        del stand_in.module.__dict__["forward"]
+                    if stand_in.uses == 0 and own.get("forward") is stand_in:
+                        del own["forward"]
 
 
 def undo_patches(model: PreTrainedModel) -> None:

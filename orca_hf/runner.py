@@ -156,10 +156,11 @@ class ModelRunner:
     def forward(self, iteration: Iteration, packed: list[StandIn]) -> tuple[Tensor, AttentionContext]:
         """`run` with the given packed linears; also returns the iteration as the attention modules saw it."""
         deterministic = self.config.deterministic
+        device = self.input_device
         batch = build_batch(
             iteration,
             block_size=self.config.block_size,
-            device=self.input_device,
+            device=device,
             pad_to=ROWS if deterministic else 1,
         )
         context = AttentionContext(
@@ -182,7 +183,7 @@ class ModelRunner:
             model_lock(self.model),
             torch.inference_mode(False),
             torch.no_grad(),
-            self.autocast_mode(),
+            self.autocast_mode(device.type),
             iteration_patches(self._configs, [*self.adapted, *packed]),
             attention_context(context),
             BatchInvariantProducts() if deterministic else nullcontext(),
@@ -227,9 +228,8 @@ class ModelRunner:
         """Where the model takes its tokens."""
         return input_device(self.model)
 
-    def autocast_mode(self) -> AbstractContextManager[object]:
+    def autocast_mode(self, device_type: str) -> AbstractContextManager[object]:
         """The autocast of this runner's calls, whatever that of the thread which drives."""
-        device_type = self.input_device.type
         if self.autocast is not None:
             return torch.autocast(device_type, dtype=self.autocast[1])
         return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()

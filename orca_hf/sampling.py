@@ -13,6 +13,7 @@ from orca_hf.errors import UnsupportedError
 from orca_hf.random_state import DefaultGenerator
 from orca_hf.request import Request
 from orca_hf.sampling_options import SamplingOptions
+from orca_hf.warping import RowProbabilities
 
 
 class Streamer(Protocol):
@@ -68,7 +69,8 @@ class Generation:
         self._going = torch.ones(num_rows, dtype=torch.long, device=input_ids.device)
         self._num_open = num_rows
         self._held: dict[int, Tensor] = {}
-        self._plain = options.is_plain_greedy and not lockstep
+        self._greedy = options.is_plain_greedy and not lockstep
+        self._sampling = options.is_plain_sampling and not lockstep
         self._generator: DefaultGenerator | None = None
         if options.do_sample:
             num_streams = 1 if lockstep else num_rows
@@ -77,7 +79,7 @@ class Generation:
         self._inference_mode = torch.is_inference_mode_enabled()
         # The rows as processors and criteria are shown them; (num_rows, longest) int64.
         self._ids: Tensor | None = None
-        if not self._plain:
+        if not (self._greedy or self._sampling):
             shape = (num_rows, self.prompt_len + self.max_new_tokens)
             self._ids = torch.full(shape, self._pad, dtype=torch.long, device=input_ids.device)
             self._ids[:, : self.prompt_len] = input_ids
@@ -85,7 +87,12 @@ class Generation:
     @property
     def is_plain_greedy(self) -> bool:
         """Whether `accept_tokens` may be used in place of `accept_logits`."""
-        return self._plain
+        return self._greedy
+
+    @property
+    def is_plain_sampling(self) -> bool:
+        """Whether `want_probabilities` and `draw_tokens` are to be used in place of `accept_logits`."""
+        return self._sampling
 
     @property
     def done(self) -> bool:
@@ -108,7 +115,7 @@ class Generation:
             self._generator.close(discard=discard)
 
     def accept_tokens(self, requests: Sequence[Request], tokens: Sequence[int]) -> list[tuple[Request, int, bool]]:
-        """Takes the tokens of some rows' largest logits.
+        """Takes the next tokens of some rows of a plain call.
 
         Returns:
             (request, token, whether the row has ended) of each.
@@ -121,6 +128,19 @@ class Generation:
                 with self._callers_mode():
                     self.streamer.put(torch.tensor([token]))
         return accepted
+
+    def want_probabilities(self, rows: list[int], probabilities: RowProbabilities) -> None:
+        """Announce the rows of an iteration's logits for which `draw_tokens` will be called."""
+        probabilities.want(rows, self.options.processors, self._input_ids.device)
+
+    def draw_tokens(self, requests: Sequence[Request], rows: list[int], probabilities: RowProbabilities) -> list[int]:
+        """Draws the next token of each of some requests, whose logits are in these rows of the iteration's."""
+        assert self._generator is not None
+        tokens = []
+        for request, row in zip(requests, rows, strict=True):
+            probs = probabilities.take(row, self.options.processors)
+            tokens.append(int(self._generator.draw(probs, stream=self._row_of[id(request)])))
+        return tokens
 
     def accept_logits(self, requests: Sequence[Request], logits: Tensor) -> list[tuple[Request, int, bool]]:
         """Takes the next logits of some rows: (len(requests), vocab_size).
@@ -140,13 +160,15 @@ class Generation:
 
     def _accept_logits(self, rows: list[int], logits: Tensor) -> list[tuple[Request, int, bool]]:
         if self.lockstep:
-            self._held.update(zip(rows, logits, strict=True))
             awaited = set(range(len(self.requests))) if self.options.needs_all_rows else self._unfinished
-            if self._held.keys() < awaited:
-                return []
-            rows = sorted(self._held)
-            logits = torch.stack([self._held[row] for row in rows])
-            self._held = {}
+            if self._held or set(rows) < awaited:
+                # A copy: the logits of the others in the iteration need not be held with them.
+                self._held.update(zip(rows, logits.clone(), strict=True))
+                if self._held.keys() < awaited:
+                    return []
+                rows = sorted(self._held)
+                logits = torch.stack([self._held[row] for row in rows])
+                self._held = {}
         accepted = []
         for length in sorted({len(self.requests[row].generated) for row in rows}):
             chosen = [i for i, row in enumerate(rows) if len(self.requests[row].generated) == length]

@@ -33,6 +33,8 @@ from transformers.generation import (
     TypicalLogitsWarper,
 )
 
+from orca_hf.warping import STACKABLE
+
 # Processors and criteria that treat each row by itself and keep nothing between calls: they may be shown any of a
 # call's rows, at any time. Everything else, a user's own above all, is shown all rows of its call at once, as natively.
 _ROW_BY_ROW_PROCESSORS = frozenset({
@@ -111,6 +113,16 @@ class SamplingOptions:
         """Whether the next token is the largest logit, and only length and EOS end a row."""
         return not (self.do_sample or self.processors or self.needs_all_rows) and self._ends_only_by(
             {EosTokenCriteria, MaxLengthCriteria}
+        )
+
+    @property
+    def is_plain_sampling(self) -> bool:
+        """Whether the next token is drawn from what a row's own logits give, and only length and EOS end a row."""
+        return (
+            self.do_sample
+            and not self.needs_all_rows
+            and {type(processor) for processor in self.processors} <= STACKABLE
+            and self._ends_only_by({EosTokenCriteria, MaxLengthCriteria})
         )
 
     @cached_property

@@ -29,7 +29,7 @@ def try_out(runner: ModelRunner) -> None:
     runner.calls = context.calls
     ours = runner.run(Iteration(tuple(Step(r, len(r.prompt) - 1, 1, samples=True) for r in requests)))
     for request, logits in zip(requests, ours, strict=True):
-        with torch.inference_mode(False), torch.no_grad(), runner.autocast_mode():
+        with torch.inference_mode(False), torch.no_grad(), runner.autocast_mode(runner.input_device.type):
             output = _native_output(runner, request.prompt)
         _check_parity(logits, output.logits[0, -1], None if runner.autocast is None else runner.autocast[1])
         if runner.config.deterministic:

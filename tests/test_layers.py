@@ -35,6 +35,7 @@ LAYERS = [
         "random_state",
         "sampling",
         "sampling_options",
+        "warping",
     ],
     ["runner", "trial"],
     ["engine"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,9 +22,8 @@ class RaggedBatch:
     Attributes:
         cu_seqlens_q: (num_requests + 1,) int32: query offsets in the flat batch.
         kv_lens: (num_requests,) int32: K/V length of each request, its new tokens included.
-        block_table: (num_requests, max_num_blocks) int32: block ids in order; entries past the last used block are 0
-            and are never read.
         slot_mapping: (total_q,) int64: the slot that each new token's K/V goes to.
+        blocks: The block ids of each request, in order, as many as its K/V take.
         block_size: Tokens in a block.
         query_lens_host: The query lengths on the host, so that no launcher has to wait for the device.
         kv_lens_host: The K/V lengths on the host.
@@ -37,8 +36,8 @@ class RaggedBatch:
 
     cu_seqlens_q: Tensor
     kv_lens: Tensor
-    block_table: Tensor
     slot_mapping: Tensor
+    blocks: tuple[Sequence[int], ...]
     block_size: int
     query_lens_host: tuple[int, ...]
     kv_lens_host: tuple[int, ...]
@@ -51,6 +50,20 @@ class RaggedBatch:
     def num_requests(self) -> int:
         """Requests of the iteration."""
         return len(self.query_lens_host)
+
+    @property
+    def block_table(self) -> Tensor:
+        """(num_requests, max_num_blocks) int32: `blocks` as a tensor; 0, which is never read, past a request's last.
+
+        Made when it is asked for first: it grows with the context, and not every backend reads it.
+        """
+        table = self.scratch.get("block_table")
+        if table is None:
+            width = max(map(len, self.blocks))
+            rows = [[*blocks, *[0] * (width - len(blocks))] for blocks in self.blocks]
+            table = torch.tensor(rows, dtype=torch.int32).to(self.kv_lens.device, non_blocking=True)
+            self.scratch["block_table"] = table
+        return cast("Tensor", table)
 
     @property
     def total_q(self) -> int:
@@ -76,8 +89,8 @@ class RaggedBatch:
         return RaggedBatch(
             cu_seqlens_q=self.cu_seqlens_q.to(target, non_blocking=True),
             kv_lens=self.kv_lens.to(target, non_blocking=True),
-            block_table=self.block_table.to(target, non_blocking=True),
             slot_mapping=self.slot_mapping.to(target, non_blocking=True),
+            blocks=self.blocks,
             block_size=self.block_size,
             query_lens_host=self.query_lens_host,
             kv_lens_host=self.kv_lens_host,
@@ -103,9 +116,7 @@ class RaggedBatch:
         if self.max_kv_len <= chunk_size:
             return self
         query_lens, kv_lens, blocks = [], [], []
-        for query_len, kv_len, row in zip(
-            self.query_lens_host, self.kv_lens_host, self.block_table.tolist(), strict=True
-        ):
+        for query_len, kv_len, row in zip(self.query_lens_host, self.kv_lens_host, self.blocks, strict=True):
             first = (kv_len - query_len) // chunk_size * chunk_size
             for start in range(first, kv_len, chunk_size):
                 end = min(start + chunk_size, kv_len)
@@ -128,10 +139,8 @@ class RaggedBatch:
         if self.max_query_len == 1:
             return replace(self, batch_invariant=True, scratch={})
         kv_lens: list[int] = []
-        blocks: list[list[int]] = []
-        for query_len, kv_len, row in zip(
-            self.query_lens_host, self.kv_lens_host, self.block_table.tolist(), strict=True
-        ):
+        blocks: list[Sequence[int]] = []
+        for query_len, kv_len, row in zip(self.query_lens_host, self.kv_lens_host, self.blocks, strict=True):
             kv_lens += range(kv_len - query_len + 1, kv_len + 1)
             blocks += [row] * query_len
         by_token = RaggedBatch.build(
@@ -158,7 +167,8 @@ class RaggedBatch:
         Args:
             query_lens: New tokens of each request, at least 1.
             kv_lens: K/V length of each request with its new tokens, at least its query length.
-            blocks: Block ids of each request in order; more than kv_len needs is fine (a reservation).
+            blocks: Block ids of each request in order, fastest as a range where they are consecutive; more than kv_len
+                needs is fine (a reservation).
             block_size: Tokens in a block.
             device: Where the tensors go.
 
@@ -175,7 +185,7 @@ class RaggedBatch:
         if not query_lens:
             raise ValueError("A RaggedBatch needs at least one request, got none.")
 
-        table: list[list[int]] = []
+        table: list[Sequence[int]] = []
         slots: list[int] = []
         first_slots: list[int | None] = []
         last_block = 0
@@ -188,29 +198,31 @@ class RaggedBatch:
                     f"Request {index}: kv_len {kv_len} needs {num_blocks} blocks of {block_size} slots, "
                     f"got {len(owned)}."
                 )
-            used = list(owned[:num_blocks])
-            if min(used) < 0:
-                raise ValueError(f"Request {index}: block ids must not be negative, got {min(used)}.")
-            last_block = max(last_block, max(used))
+            used = owned[:num_blocks]
+            run = range(used[0], used[0] + num_blocks)
+            if used == run or list(used) == list(run):
+                used, lowest, highest = run, run[0], run[-1]
+            else:
+                lowest, highest = min(used), max(used)
+            if lowest < 0:
+                raise ValueError(f"Request {index}: block ids must not be negative, got {lowest}.")
+            last_block = max(last_block, highest)
             table.append(used)
-            first_block, start = used[0], kv_len - query_len
-            if used == list(range(first_block, first_block + num_blocks)):
-                first = first_block * block_size
+            start = kv_len - query_len
+            if used is run:
+                first = lowest * block_size
                 first_slots.append(first)
                 slots.extend(range(first + start, first + kv_len))
             else:
                 first_slots.append(None)
                 slots.extend(used[p // block_size] * block_size + p % block_size for p in range(start, kv_len))
 
-        width = max(map(len, table))
-        for row in table:
-            row.extend([0] * (width - len(row)))
         offsets = [0, *accumulate(query_lens)]
         return cls(
             cu_seqlens_q=torch.tensor(offsets, dtype=torch.int32).to(device, non_blocking=True),
             kv_lens=torch.tensor(list(kv_lens), dtype=torch.int32).to(device, non_blocking=True),
-            block_table=torch.tensor(table, dtype=torch.int32).to(device, non_blocking=True),
             slot_mapping=torch.tensor(slots, dtype=torch.int64).to(device, non_blocking=True),
+            blocks=tuple(table),
             block_size=block_size,
             query_lens_host=tuple(query_lens),
             kv_lens_host=tuple(kv_lens),
