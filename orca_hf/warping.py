@@ -44,7 +44,7 @@ class RowProbabilities:
             scores = select_rows(self._logits, rows).to(device=device, dtype=torch.float32)
             with torch.inference_mode(False), torch.no_grad():
                 for warper in warpers:
-                    scores = warper(None, scores)  # type: ignore[arg-type]
+                    scores = warper(None, scores)
                 probs = torch.nn.functional.softmax(scores, dim=-1)
             self._made.update(zip(rows, probs.split(1), strict=True))
         return self._made.pop(row)
