@@ -41,7 +41,7 @@ class _Packed:
 
     def is_current(self) -> bool:
         """Whether the module still holds the tensor that was packed, unchanged as far as PyTorch counts."""
-        weight = self.module.weight
+        weight = self.module._parameters.get("weight")  # by attribute it takes ten times as long
         return (
             weight is self.weight
             and weight._version == self.version

@@ -31,7 +31,6 @@ CACHE_FIELD = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields
 # iterations; comparing them with the model's, once whenever work begins, as long as they save in one or two.
 _PACK_FOR = 16
 _VERIFY_FOR = 4
-_VERIFY_TOKENS = 128
 _WORTH_RELEASING_S = 0.02
 # Model types that use transformers' attention interface and do not say so.
 _UNSAID = frozenset({"biogpt", "stablelm"})
@@ -76,6 +75,7 @@ class ModelRunner:
         self.accepts = frozenset(inspect.signature(type(model).forward).parameters)
         self._iterations = 0
         self._verified = False
+        self._starting = False  # the next iteration is the first since `start`
         self._busy_s = 0.0  # time in forwards since a thread began to drive
 
     @property
@@ -125,6 +125,7 @@ class ModelRunner:
     def start(self) -> None:
         """Called when work begins after an idle time, in which the user may have changed the weights."""
         self._verified = False
+        self._starting = True
 
     def leave_cores(self) -> None:
         """Called by a thread that stops driving: the next driver will want the cores to itself."""
@@ -151,7 +152,7 @@ class ModelRunner:
         Raises:
             UnsupportedError: The model asked attention for something that is not built.
         """
-        return self.forward(iteration, self._packed_forwards(iteration, remaining))[0]
+        return self.forward(iteration, self._packed_forwards(remaining))[0]
 
     def forward(self, iteration: Iteration, packed: list[StandIn]) -> tuple[Tensor, AttentionContext]:
         """`run` with the given packed linears; also returns the iteration as the attention modules saw it."""
@@ -200,15 +201,18 @@ class ModelRunner:
             logits = logits[batch.sampling_rows.to(logits.device)]
         return logits[: max(1, sum(step.samples for step in iteration.steps))], context
 
-    def _packed_forwards(self, iteration: Iteration, remaining: int) -> list[StandIn]:
+    def _packed_forwards(self, remaining: int) -> list[StandIn]:
         """The linears to run packed: all that can be, or none where that would not pay."""
         # Whether packing pays depends on who is there, and packed products add in another order.
         if not self.config.pack_weights or self.autocast is not None or self.config.deterministic:
             return []
         if not self._verified:
-            is_packed = bool(self.packed.forwards)
-            pays = remaining >= _VERIFY_FOR if is_packed else self._iterations + remaining >= _PACK_FOR
-            if not (pays or (is_packed and iteration.num_tokens >= _VERIFY_TOKENS)):
+            if self._starting:
+                # What ends at once, by EOS for instance, is not to pay for what others would gain by.
+                self._starting = False
+                return []
+            needed = _VERIFY_FOR if self.packed.forwards else _PACK_FOR - self._iterations
+            if remaining < needed:
                 return []
             self.packed.refresh(deep=True)
             self.packed.pack(self.model.modules(), max_bytes=self._packing_limit)

@@ -3,10 +3,14 @@
 import pytest
 import torch
 
+from orca_kernels import compiled
+
 pytest_plugins = ["tables"]
 
 # Tiny tensors gain nothing from a second thread, and the suite runs in as many processes as there are cores.
 torch.set_num_threads(1)
+# Otherwise a test would run on them or not by what has run before it, and round differently.
+compiled.library()
 
 
 @pytest.fixture(autouse=True)

