@@ -76,7 +76,7 @@ def test_nan_and_infinity_stay(library: Library) -> None:
     assert torch.equal(ours[2], hidden[2])
 
 
-def test_it_is_compiled_once(tmp_path: Path) -> None:
+def test_it_is_compiled_once(library: Library, tmp_path: Path) -> None:
     first = compile_library(tmp_path)
     stamp = first.stat().st_mtime_ns
     assert compile_library(tmp_path) == first
@@ -85,7 +85,7 @@ def test_it_is_compiled_once(tmp_path: Path) -> None:
     assert Library(first).pack(torch.randn(2, 2)).numel() >= 4
 
 
-def test_several_may_compile_at_once(tmp_path: Path) -> None:
+def test_several_may_compile_at_once(library: Library, tmp_path: Path) -> None:
     with ThreadPoolExecutor(3) as pool:
         paths = set(pool.map(compile_library, [tmp_path] * 3))
     assert len(paths) == 1
