@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import PROMPTS, VOCAB, pad_left
+from tiny import PROMPTS, VOCAB, pad_left, randomize
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 import orca_hf
@@ -76,14 +76,8 @@ MODELS = {
 
 def make_multimodal(model_type):
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(model_type, **MODELS[model_type])).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.25)
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return model
+    config = AutoConfig.for_model(model_type, **MODELS[model_type])
+    return randomize(AutoModelForImageTextToText.from_config(config).eval())
 
 
 @pytest.mark.parametrize("model_type", MODELS)

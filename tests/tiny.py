@@ -99,7 +99,11 @@ def make_model(model_type: str = "llama", seed: int = 0, **overrides: object) ->
         model_type.partition(":")[0], **{**ARCHITECTURES.get(model_type, _COMMON), **overrides}
     )
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    return randomize(AutoModelForCausalLM.from_config(config).eval())
+
+
+def randomize(model: PreTrainedModel) -> PreTrainedModel:
+    """Gives `model` its random weights, and rows that end by length alone."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
