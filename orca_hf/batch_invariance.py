@@ -22,11 +22,6 @@ ROWS = 16
 _aten = torch.ops.aten
 
 
-def pad_rows(num_rows: int) -> int:
-    """`num_rows`, rounded up to whole pieces."""
-    return -(-num_rows // ROWS) * ROWS
-
-
 class BatchInvariantProducts(TorchDispatchMode):
     """Within the block, on this thread: every matrix product runs in pieces of `ROWS` rows.
 
@@ -49,7 +44,7 @@ def _in_pieces(product: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     num_rows = len(rows)
     if num_rows == ROWS:
         return product(rows)
-    if missing := pad_rows(num_rows) - num_rows:
+    if missing := -num_rows % ROWS:
         rows = torch.nn.functional.pad(rows, (0, 0, 0, missing))
     # A piece is a tensor of its own: where it begins in memory must not matter either.
     pieces = [product(piece.clone()) for piece in rows.split(ROWS)]

@@ -14,6 +14,8 @@ from orca_hf.runner import max_positions, uses_interface
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 # Inputs of a forward that generate() makes itself, or that say nothing about a text-only decoder's tokens.
 _KNOWN_INPUTS = frozenset({"input_ids", "attention_mask", "use_cache", "return_dict", "labels"})
+# What generate() takes by keyword beside the options of a configuration and a forward's inputs.
+GENERATE_KEYWORDS = frozenset({"tokenizer", "assistant_tokenizer", "trust_remote_code"})
 
 
 def call_reasons(
@@ -39,11 +41,7 @@ def call_reasons(
         reasons.append("guidance_scale runs the model a second time")
     if generation_config.cache_implementation not in (None, "dynamic"):
         reasons.append(f"cache_implementation={generation_config.cache_implementation!r} asks for a cache of its own")
-    if (
-        generation_config.return_dict_in_generate
-        and generation_config.use_cache is not False
-        and autocast_state(model) is not None
-    ):
+    if _returns_cache(generation_config) and autocast_state(model) is not None:
         reasons.append("the cache that is returned under autocast holds K and V wider than they are used")
     if generation_config.token_healing:
         reasons.append("token_healing rewrites the prompt")
@@ -61,7 +59,7 @@ def call_reasons(
         for name, value in keywords.items()
         if value is not None
         and name not in _KNOWN_INPUTS
-        and name not in ("tokenizer", "assistant_tokenizer", "trust_remote_code")
+        and name not in GENERATE_KEYWORDS
         and not hasattr(generation_config, name)
         and not _marks_text_only(model, name, value)
     ]
@@ -72,9 +70,13 @@ def call_reasons(
 
 def output_reasons(generation_config: GenerationConfig, has_native_cache: bool) -> list[str]:
     """Why Orca cannot give what a call asks for, of a model whose K/V it may keep in another form than native does."""
-    if generation_config.return_dict_in_generate and generation_config.use_cache is not False and not has_native_cache:
+    if _returns_cache(generation_config) and not has_native_cache:
         return ["the native cache, which is to be returned, holds something else than attention's keys and values"]
     return []
+
+
+def _returns_cache(generation_config: GenerationConfig) -> bool:
+    return bool(generation_config.return_dict_in_generate) and generation_config.use_cache is not False
 
 
 def _marks_text_only(model: PreTrainedModel, name: str, value: Any) -> bool:

@@ -118,7 +118,7 @@ class Engine:
             CapacityError: One of the rows could never hold its slots, not even alone.
         """
         with self._changed:
-            if self.scheduler.idle and self._driver is None and not self.runner.pool.layers:
+            if self.idle and not self.runner.pool.layers:
                 # Its memory was given back, and may have become scarce since.
                 self.scheduler = self._make_scheduler()
             kv = self.scheduler.kv_manager
@@ -165,7 +165,7 @@ class Engine:
             Whether it was.
         """
         with self._changed:
-            if not (self.scheduler.idle and self._driver is None):
+            if not self.idle:
                 return False
             self.runner.release()
             return True
@@ -285,7 +285,7 @@ class Engine:
         with self._changed:
             for request in generation.requests:
                 self.scheduler.cancel(request)
-            if self.config.free_when_idle and self.scheduler.idle and self._driver is None:
+            if self.config.free_when_idle and self.idle:
                 self.runner.release()
 
     @staticmethod

@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import StopStringCriteria
 
 from orca_hf.config import OrcaConfig
-from orca_hf.eligibility import call_reasons, input_reasons, output_reasons, prepared_reasons
+from orca_hf.eligibility import GENERATE_KEYWORDS, call_reasons, input_reasons, output_reasons, prepared_reasons
 from orca_hf.engine import Engine
 from orca_hf.errors import OrcaError, UnsupportedError
 from orca_hf.model_eligibility import (
@@ -35,9 +35,6 @@ from orca_hf.runner import ModelRunner, model_structure
 from orca_hf.sampling import Streamer
 
 logger = logging.getLogger(__name__)
-
-# Arguments of generate() that its preparing of a configuration does not take.
-_NOT_FOR_CONFIG = ("tokenizer", "assistant_tokenizer", "trust_remote_code")
 
 
 class OrcaGenerate:
@@ -151,7 +148,7 @@ class OrcaGenerate:
         return bound.arguments
 
     def _reasons(self, arguments: dict[str, Any], modules: tuple[nn.Module, ...]) -> tuple[list[str], GenerationConfig]:
-        options = {name: value for name, value in arguments["kwargs"].items() if name not in _NOT_FOR_CONFIG}
+        options = {name: value for name, value in arguments["kwargs"].items() if name not in GENERATE_KEYWORDS}
         merged, _ = self._private("_prepare_generation_config")(arguments.get("generation_config"), **options)
         reasons = model_reasons(self.model, modules) + module_reasons(modules) + training_reasons(self.model, modules)
         return reasons + call_reasons(self.model, arguments, merged), merged

@@ -21,7 +21,7 @@ _STOCK_ATTENTION = frozenset({
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 # Methods of the native decoding loop, in whose place Orca's stands.
 _LOOP_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_sample")
-# Models whose own prepare_inputs_for_generation changes nothing for text within `length_limits`.
+# Models whose own prepare_inputs_for_generation changes nothing for text within the limits of length.
 _HARMLESS_PREPARE_INPUTS = frozenset({
     "CTRLLMHeadModel",
     "Gemma3ForConditionalGeneration",

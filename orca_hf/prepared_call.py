@@ -8,7 +8,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, MaxLengthCriteria
 
 from orca_hf.engine import Engine
 from orca_hf.errors import TokenIdError, UnsupportedError
-from orca_hf.runner import CACHE_FIELD
+from orca_hf.runner import CACHE_FIELD, dummy_layers
 from orca_hf.sampling import Generation, Streamer
 from orca_hf.sampling_options import SamplingOptions
 
@@ -120,9 +120,8 @@ def _as_cache(generation: Generation, model: PreTrainedModel) -> DynamicCache | 
     if generation.kv_states is None:
         return None
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    # A layer that reads another's K/V keeps none natively.
-    is_dummy = dict(enumerate(getattr(cache, "is_dummy", ())))
+    dummies = dummy_layers(cache)
     for layer, (key, value) in enumerate(generation.kv_states):
-        if not is_dummy.get(layer):
+        if layer not in dummies:
             cache.update(key, value, layer)
     return cache

@@ -66,10 +66,10 @@ class ModelRunner:
         self.has_native_cache = False
         self.calls: dict[nn.Module, int] | None = None
         self._bytes_per_slot: dict[torch.device, int] = {}
-        # Where a model is on the attention interface, its attention may be that of an adapted class too, by heritage.
-        self.adapted = [] if uses_interface(model) else adapt(model.modules())
-        self._tables: dict[Any, Tensor] | None = {} if self.adapted else None
         modules = all_modules(model)
+        # Where a model is on the attention interface, its attention may be that of an adapted class too, by heritage.
+        self.adapted = [] if uses_interface(model) else adapt(modules)
+        self._tables: dict[Any, Tensor] | None = {} if self.adapted else None
         self._configs = attention_configs(modules)
         self._structure = model_structure(modules)
         self.accepts = frozenset(inspect.signature(type(model).forward).parameters)
@@ -81,7 +81,7 @@ class ModelRunner:
     @property
     def vocab_size(self) -> int:
         """Token ids that the model has an embedding for."""
-        return self._embedding().shape[0]
+        return _embedding(self.model).shape[0]
 
     def is_stale(self, modules: tuple[nn.Module, ...]) -> bool:
         """Whether the model, now of these `modules`, is no longer what this runner was made for."""
@@ -224,9 +224,6 @@ class ModelRunner:
     def _packing_limit(self) -> int:
         return int(free_memory(torch.device("cpu")) * self.config.memory_fraction)
 
-    def _embedding(self) -> Tensor:
-        return _embedding(self.model)
-
     @property
     def input_device(self) -> torch.device:
         """Where the model takes its tokens."""
@@ -261,6 +258,11 @@ def input_device(model: PreTrainedModel) -> torch.device:
         if (execution_device := getattr(part, "execution_device", None)) is not None:
             return torch.device(execution_device)
     return device
+
+
+def dummy_layers(cache: Any) -> frozenset[int]:
+    """Layers for which a native cache keeps nothing, because they read another's K/V."""
+    return frozenset(index for index, is_dummy in enumerate(getattr(cache, "is_dummy", ())) if is_dummy)
 
 
 def _embedding(model: PreTrainedModel) -> Tensor:

@@ -10,7 +10,7 @@ from orca_hf.batch_invariance import ROWS
 from orca_hf.errors import UnsupportedError
 from orca_hf.kv_pool import KVPool
 from orca_hf.request import Request
-from orca_hf.runner import CACHE_FIELD, ModelRunner
+from orca_hf.runner import CACHE_FIELD, ModelRunner, dummy_layers
 from orca_hf.scheduler import Iteration, Step
 
 
@@ -98,9 +98,9 @@ def _is_cached(states: list[tuple[Tensor, Tensor]], cache: Any) -> bool:
     layers = getattr(cache, "layers", ())
     if len(layers) != len(states):
         return False
-    is_dummy = dict(enumerate(getattr(cache, "is_dummy", ())))  # layers that read another's K/V
+    dummies = dummy_layers(cache)
     for index, (layer, state) in enumerate(zip(layers, states, strict=True)):
-        if is_dummy.get(index):
+        if index in dummies:
             continue
         for ours, native in zip(state, (getattr(layer, "keys", None), getattr(layer, "values", None)), strict=True):
             if native is None or native.dim() != 4 or native.dtype != ours.dtype:
