@@ -19,7 +19,7 @@ from orca_hf.config import OrcaConfig
 from orca_hf.errors import UnsupportedError
 from orca_hf.kv_pool import KVPool, choose_num_slots, free_memory
 from orca_hf.openmp import release_threads
-from orca_hf.packed_linear import PackedLinears
+from orca_hf.packed_weights import PackedWeights
 from orca_hf.patches import StandIn, all_modules, attention_configs, iteration_patches, model_lock
 from orca_hf.request import Request
 from orca_hf.scheduler import Iteration
@@ -62,7 +62,7 @@ class ModelRunner:
         self.config = config
         self.autocast = autocast
         self.pool = KVPool(0)
-        self.packed = PackedLinears()
+        self.packed = PackedWeights()
         self.has_native_cache = False
         self.calls: dict[nn.Module, int] | None = None
         self._bytes_per_slot: dict[torch.device, int] = {}

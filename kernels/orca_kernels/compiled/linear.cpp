@@ -8,27 +8,25 @@
 #include <cstdint>
 #include <cstring>
 
+#include "exponential.h"
+#include "vector.h"
+
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int kLanes = 16;
-constexpr int kRows = 12; // 24 accumulators, 2 of the weight, and room to broadcast an input
-#else
-constexpr int kLanes = 8;
-constexpr int kRows = 6;  // 12 accumulators of 16 registers
-#endif
+// 24 accumulators, 2 of the weight, and room to broadcast an input; or 12 accumulators of 16 registers.
+constexpr int kRows = kLanes == 16 ? 12 : 6;
 constexpr int kPanel = 2 * kLanes;
 constexpr int64_t kSerial = 1 << 15; // products that are done before a second thread has woken
 constexpr int64_t kDepth = 2048;     // inputs that a panel is walked through at a time: fits the second-level cache
 
-typedef float Vector __attribute__((vector_size(kLanes * sizeof(float)), aligned(4), may_alias));
-
+// Some rows times one panel. What the next panels need is on its way meanwhile: `ahead`, `step` floats for each input.
 template <int ROWS>
-void multiply(const float* __restrict x, int64_t x_row, const float* __restrict panel, float* __restrict out,
-              int64_t out_row, int64_t depth, bool adds, int width) {
-  Vector acc[ROWS][2];
+inline void accumulate(const float* __restrict x, int64_t x_row, const float* __restrict panel, int64_t depth,
+                       const float* ahead, int64_t step, Vector (&acc)[ROWS][2]) {
   for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = Vector{};
   for (int64_t k = 0; k < depth; ++k) {
+    __builtin_prefetch(ahead + k * step, 0, 2);
+    __builtin_prefetch(ahead + k * step + kPanel / 2, 0, 2);
     const Vector w0 = *reinterpret_cast<const Vector*>(panel + k * kPanel);
     const Vector w1 = *reinterpret_cast<const Vector*>(panel + k * kPanel + kLanes);
 #pragma GCC unroll 16
@@ -38,6 +36,13 @@ void multiply(const float* __restrict x, int64_t x_row, const float* __restrict 
       acc[r][1] += w1 * value;
     }
   }
+}
+
+template <int ROWS>
+void multiply(const float* x, int64_t x_row, const float* panel, const float* ahead, int64_t step, float* out,
+              int64_t out_row, int64_t depth, bool adds, int width) {
+  Vector acc[ROWS][2];
+  accumulate<ROWS>(x, x_row, panel, depth, ahead, step, acc);
   for (int r = 0; r < ROWS; ++r) {
     float* row = out + r * out_row;
     if (width == kPanel) {
@@ -53,20 +58,44 @@ void multiply(const float* __restrict x, int64_t x_row, const float* __restrict 
   }
 }
 
-typedef void (*Multiply)(const float*, int64_t, const float*, float*, int64_t, int64_t, bool, int);
-constexpr Multiply kMultiply[] = {nullptr,      multiply<1>, multiply<2>, multiply<3>, multiply<4>,
-                                  multiply<5>,  multiply<6>,
+// x * sigmoid(z), where z is x (SiLU), or what makes it GELU by tanh: 1 + tanh(z / 2) is 2 sigmoid(z).
+inline float activate(float x, bool gelu) {
+  const float z = gelu ? 1.5957691216057308f * (x + 0.044715f * x * x * x) : x;
+  const float e = exponential(z < 0.0f ? z : -z);
+  return x * (z < 0.0f ? e : 1.0f) / (1.0f + e);
+}
+
+// A panel's first half are gates, its second half what they are for: activation(gate) * value.
+template <int ROWS>
+void multiply_gated(const float* x, int64_t x_row, const float* panel, const float* ahead, int64_t step, float* out,
+                    int64_t out_row, int64_t depth, bool gelu, int width) {
+  Vector acc[ROWS][2];
+  accumulate<ROWS>(x, x_row, panel, depth, ahead, step, acc);
+  for (int r = 0; r < ROWS; ++r) {
+    alignas(64) float values[kPanel];
+    std::memcpy(values, acc[r], sizeof(values));
+#pragma omp simd
+    for (int i = 0; i < kLanes; ++i) values[i] = activate(values[i], gelu) * values[kLanes + i];
+    std::memcpy(out + r * out_row, values, width * sizeof(float));
+  }
+}
+
+typedef void (*Multiply)(const float*, int64_t, const float*, const float*, int64_t, float*, int64_t, int64_t, bool, int);
 #if defined(__AVX512F__)
-                                  multiply<7>,  multiply<8>, multiply<9>, multiply<10>, multiply<11>, multiply<12>
+#define ORCA_BY_ROWS(F) {nullptr, F<1>, F<2>, F<3>, F<4>, F<5>, F<6>, F<7>, F<8>, F<9>, F<10>, F<11>, F<12>}
+#else
+#define ORCA_BY_ROWS(F) {nullptr, F<1>, F<2>, F<3>, F<4>, F<5>, F<6>}
 #endif
-};
+constexpr Multiply kMultiply[] = ORCA_BY_ROWS(multiply);
+constexpr Multiply kMultiplyGated[] = ORCA_BY_ROWS(multiply_gated);
 
 }  // namespace
 
 extern "C" {
 
-// Floats that a packed weight takes.
+// Floats that a packed weight takes, and a packed pair of gate and up, which have the same shape.
 int64_t orca_packed_size(int64_t num_out, int64_t num_in) { return (num_out + kPanel - 1) / kPanel * kPanel * num_in; }
+int64_t orca_gated_size(int64_t num_out, int64_t num_in) { return (num_out + kLanes - 1) / kLanes * kPanel * num_in; }
 
 // weight: (num_out, num_in), contiguous. packed: orca_packed_size floats.
 void orca_pack_f32(const float* weight, int64_t num_out, int64_t num_in, float* packed) {
@@ -94,13 +123,44 @@ void orca_linear_f32(const float* x, int64_t x_row, const float* packed, const f
       const float* panel = packed + (p * num_in + begin) * kPanel;
       for (int64_t t = 0; t < tiles; ++t) {
         const int64_t r0 = num_rows * t / tiles, r1 = num_rows * (t + 1) / tiles;
-        kMultiply[r1 - r0](x + r0 * x_row + begin, x_row, panel, out + r0 * num_out + p * kPanel, num_out, depth,
-                           begin > 0, width);
+        kMultiply[r1 - r0](x + r0 * x_row + begin, x_row, panel, panel + (tiles + t) * depth * kPanel / tiles,
+                           kPanel / tiles, out + r0 * num_out + p * kPanel, num_out, depth, begin > 0, width);
       }
     }
     if (bias)
       for (int64_t r = 0; r < num_rows; ++r)
         for (int i = 0; i < width; ++i) out[r * num_out + p * kPanel + i] += bias[p * kPanel + i];
+  }
+}
+
+// gate, up: (num_out, num_in), contiguous. packed: orca_gated_size floats.
+void orca_pack_gated_f32(const float* gate, const float* up, int64_t num_out, int64_t num_in, float* packed) {
+  const int64_t panels = (num_out + kLanes - 1) / kLanes;
+#pragma omp parallel for schedule(static)
+  for (int64_t p = 0; p < panels; ++p)
+    for (int64_t k = 0; k < num_in; ++k)
+      for (int i = 0; i < kLanes; ++i) {
+        const int64_t n = p * kLanes + i;
+        float* target = packed + (p * num_in + k) * kPanel + i;
+        target[0] = n < num_out ? gate[n * num_in + k] : 0.0f;
+        target[kLanes] = n < num_out ? up[n * num_in + k] : 0.0f;
+      }
+}
+
+// activation(x gate^T) * (x up^T), with gelu by tanh or SiLU. out: (num_rows, num_out), contiguous.
+void orca_gated_f32(const float* x, int64_t x_row, const float* packed, float* out, int64_t num_rows, int64_t num_out,
+                    int64_t num_in, int64_t gelu, int64_t num_threads) {
+  const int64_t panels = (num_out + kLanes - 1) / kLanes;
+  const int64_t tiles = (num_rows + kRows - 1) / kRows;
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows * num_out * num_in > kSerial)
+  for (int64_t p = 0; p < panels; ++p) {
+    const int width = static_cast<int>(std::min<int64_t>(kLanes, num_out - p * kLanes));
+    for (int64_t t = 0; t < tiles; ++t) {
+      const int64_t r0 = num_rows * t / tiles, r1 = num_rows * (t + 1) / tiles;
+      const float* panel = packed + p * num_in * kPanel;
+      kMultiplyGated[r1 - r0](x + r0 * x_row, x_row, panel, panel + (tiles + t) * num_in * kPanel / tiles,
+                              kPanel / tiles, out + r0 * num_out + p * kLanes, num_out, num_in, gelu != 0, width);
+    }
   }
 }
 }
