@@ -234,17 +234,17 @@ class RaggedBatch:
                 first_slots.append(None)
                 slots.extend(used[p // block_size] * block_size + p % block_size for p in range(start, kv_len))
 
-        first_blocks = () if None in first_slots else [blocks[0] for blocks in table]
+        firsts = [] if None in first_slots else [blocks[0] for blocks in table]
         num_requests = len(table)
         # One tensor, cut up: making one takes longer than a few numbers more in it.
-        cu_seqlens_q, kv_lens_there, first = torch.tensor(
-            [0, *accumulate(query_lens), *kv_lens, *first_blocks], dtype=torch.int32
-        ).split_with_sizes([num_requests + 1, num_requests, len(first_blocks)])
+        cu_seqlens_q, kv_lens_there, first_blocks = torch.tensor(
+            [0, *accumulate(query_lens), *kv_lens, *firsts], dtype=torch.int32
+        ).split_with_sizes([num_requests + 1, num_requests, len(firsts)])
         batch = cls(
             cu_seqlens_q=cu_seqlens_q,
             kv_lens=kv_lens_there,
             slot_mapping=torch.tensor(slots, dtype=torch.int64),
-            first_blocks=first,
+            first_blocks=first_blocks,
             blocks=tuple(table),
             block_size=block_size,
             query_lens_host=tuple(query_lens),
@@ -306,9 +306,7 @@ def pack(tensors: Sequence[Tensor], *, pinned: bool) -> Tensor:
 def unpack(packed: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns views of `packed` with the shapes and dtypes of `tensors`, as `pack` lays them out."""
     parts = packed.split_with_sizes(list(map(_aligned, tensors)))
-    return [
-        part[: like.nbytes].view(like.dtype).view(like.shape) for part, like in zip(parts, tensors, strict=True)
-    ]
+    return [part[: like.nbytes].view(like.dtype).view(like.shape) for part, like in zip(parts, tensors, strict=True)]
 
 
 def _aligned(tensor: Tensor) -> int:
