@@ -32,7 +32,7 @@ class Tile:
 # on sm100 with 32. A decode loads K/V once whatever the tile, and pads its rows to 16 whatever the tile; what counts is
 # how much it has in flight, so each has the most keys that spill nothing, up to 32 KB.
 TILES: dict[tuple[int, int, bool], Tile] = {
-    (32, 2, False): Tile(128, 64, 8, 2),
+    (32, 2, False): Tile(128, 32, 8, 2),
     (32, 2, True): Tile(16, 128, 4, 2),
     (64, 2, False): Tile(128, 32, 8, 2),
     (64, 2, True): Tile(16, 128, 4, 2),
