@@ -195,3 +195,29 @@ def test_to_with_moves_a_batch_and_others_by_one_copy():
     assert counting.seen["a copy"] == 1
     assert (moved.kv_lens.device.type, other.device.type, other.shape) == ("meta", "meta", (3,))
     assert moved.kv_lens_host == (5,)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_greedy_iteration_on_a_device_waits_for_its_tokens_alone(monkeypatch):
+    """PyTorch's own count of waits, in every iteration but for the reading of the tokens."""
+    model = orca_hf.wrap(make_model().cuda(), OrcaConfig(max_slots=1024))
+    call = {name: tensor.cuda() for name, tensor in pad_left(PROMPTS).items()}
+    model.generate(**call, max_new_tokens=9, do_sample=False)
+
+    def read(logits):
+        torch.cuda.set_sync_debug_mode("default")
+        tokens = greedy_tokens(logits)
+        torch.cuda.set_sync_debug_mode("error")
+        return tokens
+
+    def run_one(engine, before=Engine._run_one_iteration):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            before(engine)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr("orca_hf.engine.greedy_tokens", read)
+    monkeypatch.setattr(Engine, "_run_one_iteration", run_one)
+    assert model.generate(**call, max_new_tokens=9, do_sample=False).shape == (5, 20)
