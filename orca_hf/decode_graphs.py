@@ -7,8 +7,8 @@ the replay; rows that it has no request for write to a block of the pool that is
 Nothing is trusted. When work begins after an idle time, in which the user may have changed the model in any way, each
 bucket's first replay is held against the plain iteration; a graph that has come to differ is captured anew. Where one
 differs that was captured just now, or cannot be captured, the model runs without graphs, and says why. A parameter
-that has moved is noticed in every iteration. What is changed in the middle of work in another way, by a streamer that
-switches an adapter off for instance, is not.
+that has moved is noticed in every iteration. What changes in another way in the middle of work is not: a streamer that
+switches an adapter off, a tensor that a module keeps outside of its parameters and buffers.
 """
 
 from __future__ import annotations
