@@ -31,8 +31,8 @@ class Tile:
 # rows that spill no register on any target. Head dim 128 in 2 bytes stays at 64: 128 rows spill on sm80 with 64 keys,
 # on sm100 with 32. A decode loads K/V once whatever the tile, and pads its rows to 16 whatever the tile; what counts is
 # how much it has in flight, so each has the most keys that spill nothing, up to 32 KB.
-# That is so in the variants and widths that the report compiles. Others cost up to 24 bytes a thread: a window in split
-# prefills at head dim 128 on sm80, and with sinks at 64 in fp32 on sm90; fp32 prefills at 96, padded to 128, on sm80.
+# That is so in the variants and widths that the report compiles. Other selections of features spill up to 32 bytes a
+# thread, mostly a window in split prefills and fp32; fp32 prefills at head dim 96, padded to 128, 24 on sm80.
 TILES: dict[tuple[int, int, bool], Tile] = {
     (32, 2, False): Tile(128, 32, 8, 2),
     (32, 2, True): Tile(16, 128, 4, 2),
