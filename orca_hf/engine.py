@@ -39,6 +39,8 @@ class EngineStats:
         num_tokens: Tokens that went through the model.
         kv_bytes: K/V memory that is set aside.
         packed_bytes: Memory of packed weights.
+        num_graphs: CUDA graphs captured.
+        no_graphs: Why there are none although they were asked for; None where that is not so.
     """
 
     num_waiting: int
@@ -49,6 +51,8 @@ class EngineStats:
     num_tokens: int
     kv_bytes: int
     packed_bytes: int
+    num_graphs: int
+    no_graphs: str | None
 
 
 class Engine:
@@ -88,7 +92,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """A consistent picture of the engine."""
         with self._changed:
-            kv = self.scheduler.kv_manager
+            kv, graphs = self.scheduler.kv_manager, self.runner.graphs
             return EngineStats(
                 num_waiting=self.scheduler.num_waiting,
                 num_admitted=self.scheduler.num_admitted,
@@ -98,6 +102,8 @@ class Engine:
                 num_tokens=self._num_tokens,
                 kv_bytes=self.runner.pool.num_bytes,
                 packed_bytes=self.runner.packed.num_bytes,
+                num_graphs=0 if graphs is None else len(graphs),
+                no_graphs=None if graphs is None else graphs.given_up,
             )
 
     @property

@@ -1,4 +1,4 @@
-"""Promises of fused forwards: only for modules known word for word, equal to their own, and given up where they differ."""
+"""Promises of fused forwards: for modules known word for word, equal to their own, given up where they differ."""
 
 import copy
 import logging
