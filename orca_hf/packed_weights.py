@@ -55,9 +55,13 @@ class PackedWeights:
     parameter) move the tensor's version counter, its identity or its address, which `refresh` checks before every
     iteration. Writes through `.data` move none of them; so `refresh(deep=True)`, called whenever the engine starts to
     work, also compares a fingerprint over every bit of every weight, at memory speed.
+
+    Attributes:
+        is_new: Copies have been made since this was set to False: some forwards have never run.
     """
 
     def __init__(self) -> None:
+        self.is_new = False
         self._sources: dict[StandIn, tuple[_Source, ...]] = {}
         self._modules: set[nn.Module] = set()  # those that a stand-in, or a linear's, stands for
 
@@ -114,6 +118,7 @@ class PackedWeights:
                 forward.pack()
                 self._sources[forward] = tuple(map(_Source.of, linears))
                 self._modules.update((forward.module, *linears))
+                self.is_new = True
 
 
 def _find_forwards(modules: Iterable[nn.Module]) -> dict[Forward, tuple[nn.Linear, ...]]:

@@ -23,7 +23,7 @@ from orca_hf.openmp import release_threads
 from orca_hf.packed_weights import PackedWeights
 from orca_hf.patches import StandIn, all_modules, attention_configs, iteration_patches, model_lock
 from orca_hf.request import Request
-from orca_hf.scheduler import Iteration
+from orca_hf.scheduler import Iteration, Step
 
 # An output's field for the K/V states; transformers renamed it on its way through version 5.
 CACHE_FIELD = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
@@ -33,6 +33,8 @@ CACHE_FIELD = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields
 _PACK_FOR = 16
 _VERIFY_FOR = 4
 _WORTH_RELEASING_S = 0.02
+# Requests whose next token is computed twice to check fused forwards.
+_CHECKED_WITH = 4
 # Model types that use transformers' attention interface and do not say so.
 _UNSAID = frozenset({"biogpt", "stablelm"})
 
@@ -191,7 +193,13 @@ class ModelRunner:
         """
 
         def plain() -> Tensor:
-            return self.forward(iteration, self._packed_forwards(remaining))[0]
+            packed = self._packed_forwards(remaining)
+            if self.packed.is_new:
+                # Fused forwards hold themselves against the modules' own at their first call, better a small one.
+                first = (Step(step.request, step.start, 1, samples=False) for step in iteration.steps[:_CHECKED_WITH])
+                self.forward(Iteration(tuple(first)), packed)
+                self.packed.is_new = False
+            return self.forward(iteration, packed)[0]
 
         if self.graphs is None:
             return plain()

@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include <omp.h>
+
 #include "exponential.h"
 #include "vector.h"
 
@@ -17,6 +19,7 @@ namespace {
 constexpr int kRows = kLanes == 16 ? 12 : 6;
 constexpr int kPanel = 2 * kLanes;
 constexpr int64_t kSerial = 1 << 15; // products that are done before a second thread has woken
+constexpr int64_t kChunk = 1 << 16;  // inputs of all the rows that a panel meets at a time: likewise
 constexpr int64_t kDepth = 2048;     // inputs that a panel is walked through at a time: fits the second-level cache
 
 // Some rows times one panel. What the next panels need is on its way meanwhile: `ahead`, `step` floats for each input.
@@ -89,6 +92,38 @@ typedef void (*Multiply)(const float*, int64_t, const float*, const float*, int6
 constexpr Multiply kMultiply[] = ORCA_BY_ROWS(multiply);
 constexpr Multiply kMultiplyGated[] = ORCA_BY_ROWS(multiply_gated);
 
+// Calls body(panel, begin_row, end_row) for the panels of the calling thread, with as many rows at a time as stay in its
+// second-level cache: each panel meets them all.
+template <typename Body>
+void for_panels(int64_t panels, int64_t num_rows, int64_t num_in, Body body) {
+  const int64_t num = omp_get_num_threads(), me = omp_get_thread_num();
+  const int64_t most = std::max<int64_t>(4 * kRows, kChunk / num_in), chunks = (num_rows + most - 1) / most;
+  for (int64_t c = 0; c < chunks; ++c)
+    for (int64_t p = panels * me / num; p < panels * (me + 1) / num; ++p)
+      body(p, num_rows * c / chunks, num_rows * (c + 1) / chunks);
+}
+
+// Calls body(row, rows, panel, ahead, step) for tiles of equal size: 13 rows are 7 and 6, not 12 and 1. Together they
+// bring the next panel in.
+template <typename Body>
+void for_tiles(int64_t begin_row, int64_t end_row, const float* panel, int64_t depth, Body body) {
+  const int64_t num_rows = end_row - begin_row, tiles = (num_rows + kRows - 1) / kRows;
+  for (int64_t t = 0; t < tiles; ++t) {
+    const int64_t first = num_rows * t / tiles;
+    body(begin_row + first, num_rows * (t + 1) / tiles - first, panel, panel + (tiles + t) * depth * kPanel / tiles,
+         kPanel / tiles);
+  }
+}
+
+// `width` rows of a weight, then zeros, into the first `lanes` places of each step of a panel.
+void pack_rows(const float* weight, int64_t width, int64_t lanes, int64_t num_in, float* panel) {
+  constexpr int64_t kSteps = 64; // what is written meanwhile stays in the first-level cache
+  for (int64_t begin = 0; begin < num_in; begin += kSteps)
+    for (int64_t i = 0; i < lanes; ++i)
+      for (int64_t k = begin; k < std::min(begin + kSteps, num_in); ++k)
+        panel[k * kPanel + i] = i < width ? weight[i * num_in + k] : 0.0f;
+}
+
 }  // namespace
 
 extern "C" {
@@ -102,65 +137,55 @@ void orca_pack_f32(const float* weight, int64_t num_out, int64_t num_in, float* 
   const int64_t panels = (num_out + kPanel - 1) / kPanel;
 #pragma omp parallel for schedule(static)
   for (int64_t p = 0; p < panels; ++p)
-    for (int64_t k = 0; k < num_in; ++k)
-      for (int i = 0; i < kPanel; ++i) {
-        const int64_t n = p * kPanel + i;
-        packed[(p * num_in + k) * kPanel + i] = n < num_out ? weight[n * num_in + k] : 0.0f;
-      }
+    pack_rows(weight + p * kPanel * num_in, std::min<int64_t>(kPanel, num_out - p * kPanel), kPanel, num_in,
+              packed + p * num_in * kPanel);
 }
 
 // x: (num_rows, num_in), rows x_row apart. bias: (num_out) or null. out: (num_rows, num_out), contiguous.
 void orca_linear_f32(const float* x, int64_t x_row, const float* packed, const float* bias, float* out,
                      int64_t num_rows, int64_t num_out, int64_t num_in, int64_t num_threads) {
   const int64_t panels = (num_out + kPanel - 1) / kPanel;
-  // Equal tiles: 13 rows are 7 and 6, not 12 and 1.
-  const int64_t tiles = (num_rows + kRows - 1) / kRows;
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows * num_out * num_in > kSerial)
-  for (int64_t p = 0; p < panels; ++p) {
+#pragma omp parallel num_threads(num_threads) if (num_rows * num_out * num_in > kSerial)
+  for_panels(panels, num_rows, num_in, [&](int64_t p, int64_t begin_row, int64_t end_row) {
     const int width = static_cast<int>(std::min<int64_t>(kPanel, num_out - p * kPanel));
+    float* const target = out + p * kPanel;
     for (int64_t begin = 0; begin < num_in; begin += kDepth) {
       const int64_t depth = std::min(kDepth, num_in - begin);
-      const float* panel = packed + (p * num_in + begin) * kPanel;
-      for (int64_t t = 0; t < tiles; ++t) {
-        const int64_t r0 = num_rows * t / tiles, r1 = num_rows * (t + 1) / tiles;
-        kMultiply[r1 - r0](x + r0 * x_row + begin, x_row, panel, panel + (tiles + t) * depth * kPanel / tiles,
-                           kPanel / tiles, out + r0 * num_out + p * kPanel, num_out, depth, begin > 0, width);
-      }
+      for_tiles(begin_row, end_row, packed + (p * num_in + begin) * kPanel, depth,
+                [&](int64_t row, int64_t rows, const float* panel, const float* ahead, int64_t step) {
+                  kMultiply[rows](x + row * x_row + begin, x_row, panel, ahead, step, target + row * num_out, num_out,
+                                  depth, begin > 0, width);
+                });
     }
     if (bias)
-      for (int64_t r = 0; r < num_rows; ++r)
-        for (int i = 0; i < width; ++i) out[r * num_out + p * kPanel + i] += bias[p * kPanel + i];
-  }
+      for (int64_t r = begin_row; r < end_row; ++r)
+        for (int i = 0; i < width; ++i) target[r * num_out + i] += bias[p * kPanel + i];
+  });
 }
 
 // gate, up: (num_out, num_in), contiguous. packed: orca_gated_size floats.
 void orca_pack_gated_f32(const float* gate, const float* up, int64_t num_out, int64_t num_in, float* packed) {
   const int64_t panels = (num_out + kLanes - 1) / kLanes;
 #pragma omp parallel for schedule(static)
-  for (int64_t p = 0; p < panels; ++p)
-    for (int64_t k = 0; k < num_in; ++k)
-      for (int i = 0; i < kLanes; ++i) {
-        const int64_t n = p * kLanes + i;
-        float* target = packed + (p * num_in + k) * kPanel + i;
-        target[0] = n < num_out ? gate[n * num_in + k] : 0.0f;
-        target[kLanes] = n < num_out ? up[n * num_in + k] : 0.0f;
-      }
+  for (int64_t p = 0; p < panels; ++p) {
+    const int64_t first = p * kLanes * num_in, width = std::min<int64_t>(kLanes, num_out - p * kLanes);
+    pack_rows(gate + first, width, kLanes, num_in, packed + p * num_in * kPanel);
+    pack_rows(up + first, width, kLanes, num_in, packed + p * num_in * kPanel + kLanes);
+  }
 }
 
 // activation(x gate^T) * (x up^T), with gelu by tanh or SiLU. out: (num_rows, num_out), contiguous.
 void orca_gated_f32(const float* x, int64_t x_row, const float* packed, float* out, int64_t num_rows, int64_t num_out,
                     int64_t num_in, int64_t gelu, int64_t num_threads) {
   const int64_t panels = (num_out + kLanes - 1) / kLanes;
-  const int64_t tiles = (num_rows + kRows - 1) / kRows;
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows * num_out * num_in > kSerial)
-  for (int64_t p = 0; p < panels; ++p) {
+#pragma omp parallel num_threads(num_threads) if (num_rows * num_out * num_in > kSerial)
+  for_panels(panels, num_rows, num_in, [&](int64_t p, int64_t begin_row, int64_t end_row) {
     const int width = static_cast<int>(std::min<int64_t>(kLanes, num_out - p * kLanes));
-    for (int64_t t = 0; t < tiles; ++t) {
-      const int64_t r0 = num_rows * t / tiles, r1 = num_rows * (t + 1) / tiles;
-      const float* panel = packed + p * num_in * kPanel;
-      kMultiplyGated[r1 - r0](x + r0 * x_row, x_row, panel, panel + (tiles + t) * num_in * kPanel / tiles,
-                              kPanel / tiles, out + r0 * num_out + p * kLanes, num_out, num_in, gelu != 0, width);
-    }
-  }
+    for_tiles(begin_row, end_row, packed + p * num_in * kPanel, num_in,
+              [&](int64_t row, int64_t rows, const float* panel, const float* ahead, int64_t step) {
+                kMultiplyGated[rows](x + row * x_row, x_row, panel, ahead, step, out + row * num_out + p * kLanes,
+                                     num_out, num_in, gelu != 0, width);
+              });
+  });
 }
 }
