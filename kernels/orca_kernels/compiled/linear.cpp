@@ -62,10 +62,10 @@ void multiply(const float* x, int64_t x_row, const float* panel, const float* ah
 }
 
 // x * sigmoid(z), where z is x (SiLU), or what makes it GELU by tanh: 1 + tanh(z / 2) is 2 sigmoid(z).
-inline float activate(float x, bool gelu) {
-  const float z = gelu ? 1.5957691216057308f * (x + 0.044715f * x * x * x) : x;
-  const float e = exponential(z < 0.0f ? z : -z);
-  return x * (z < 0.0f ? e : 1.0f) / (1.0f + e);
+inline Vector activate(Vector x, bool gelu) {
+  const Vector z = gelu ? 1.5957691216057308f * (x + 0.044715f * x * x * x) : x;
+  const Vector e = exponential(z < 0.0f ? z : -z);
+  return x * (z < 0.0f ? e : Vector{} + 1.0f) / (1.0f + e);
 }
 
 // A panel's first half are gates, its second half what they are for: activation(gate) * value.
@@ -75,11 +75,12 @@ void multiply_gated(const float* x, int64_t x_row, const float* panel, const flo
   Vector acc[ROWS][2];
   accumulate<ROWS>(x, x_row, panel, depth, ahead, step, acc);
   for (int r = 0; r < ROWS; ++r) {
-    alignas(64) float values[kPanel];
-    std::memcpy(values, acc[r], sizeof(values));
-#pragma omp simd
-    for (int i = 0; i < kLanes; ++i) values[i] = activate(values[i], gelu) * values[kLanes + i];
-    std::memcpy(out + r * out_row, values, width * sizeof(float));
+    const Vector result = activate(acc[r][0], gelu) * acc[r][1];
+    if (width == kLanes) {
+      *reinterpret_cast<Vector*>(out + r * out_row) = result;
+    } else {
+      std::memcpy(out + r * out_row, &result, width * sizeof(float));
+    }
   }
 }
 

@@ -11,6 +11,7 @@ constexpr int kLanes = 8;
 #endif
 
 typedef float Vector __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+typedef int32_t Integers __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 typedef uint16_t Halves __attribute__((vector_size(kLanes * 2), aligned(2), may_alias));
 
