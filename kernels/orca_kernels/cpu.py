@@ -73,9 +73,13 @@ def store_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
         start = end - batch.query_lens_host[0]
         key_cache[start:end].copy_(key)
         value_cache[start:end].copy_(value)
-    else:
-        key_cache.index_copy_(0, batch.slot_mapping, key)
-        value_cache.index_copy_(0, batch.slot_mapping, value)
+        return
+    library = loaded()
+    for rows, cache in ((key, key_cache), (value, value_cache)):
+        if library is not None and rows.stride(2) == cache.stride(2) == 1 and rows.dtype is cache.dtype:
+            library.store(rows, cache, batch.slot_mapping)
+        else:
+            cache.index_copy_(0, batch.slot_mapping, rows)
 
 
 def selective_attention(

@@ -83,38 +83,47 @@ template <int HEADS, typename T>
 void score(const float* queries, Cache<T> keys, Cache<T> values, const Slots& slots, const Slots& next,
            float (*scores)[kBlock]) {
   const int vectors = keys.vectors();
-  int fetched = 0;
   for (int j = 0; j < slots.count; ++j) {
-    for (const int end = (j + 1) * next.count / slots.count; fetched < end; ++fetched) {
-      keys.prefetch(next.slot[fetched]);
-      values.prefetch(next.slot[fetched]);
+    if (j < next.count) {
+      keys.prefetch(next.slot[j]);
+      values.prefetch(next.slot[j]);
     }
     const T* row = keys.row(slots.slot[j]);
     Vector sums[HEADS] = {};
     for (int i = 0; i < vectors; ++i) {
       const Vector key = load_of(row, i, keys.size);
+#pragma GCC unroll 4
       for (int h = 0; h < HEADS; ++h) sums[h] += key * load(queries + (h * vectors + i) * kLanes);
     }
     for (int h = 0; h < HEADS; ++h) scores[h][j] = add_up(sums[h]);
   }
 }
 
-// result[h] = rescale[h] * result[h] + sum over j of weights[h][j] * values[j], WIDTH vectors from the first on.
+// result[h] = rescale[h] * result[h] + sum over j of weights[h][j] * values[j]: WIDTH vectors from the first on, whose last
+// may be cut short by the row's end if WIDTH is 1.
 template <int HEADS, int WIDTH, typename T>
 void add_values(float* result, int first, const float* rescale, Cache<T> values, const Slots& slots,
                 const float (*weights)[kBlock]) {
-  const int vectors = values.vectors();
+  const int row = values.vectors() * kLanes;
+  float* const target = result + first * kLanes;
   Vector sums[HEADS][WIDTH];
+#pragma GCC unroll 4
   for (int h = 0; h < HEADS; ++h)
-    for (int i = 0; i < WIDTH; ++i) sums[h][i] = load(result + (h * vectors + first + i) * kLanes) * rescale[h];
-  for (int j = 0; j < slots.count; ++j)
+#pragma GCC unroll 4
+    for (int i = 0; i < WIDTH; ++i) sums[h][i] = load(target + h * row + i * kLanes) * rescale[h];
+  for (int j = 0; j < slots.count; ++j) {
+    const T* const from = values.row(slots.slot[j]);
+#pragma GCC unroll 4
     for (int i = 0; i < WIDTH; ++i) {
-      const Vector value = load_of(values.row(slots.slot[j]), first + i, values.size);
+      const Vector value = WIDTH == 1 ? load_of(from, first, values.size) : load(from + (first + i) * kLanes);
+#pragma GCC unroll 4
       for (int h = 0; h < HEADS; ++h) sums[h][i] += value * weights[h][j];
     }
+  }
+#pragma GCC unroll 4
   for (int h = 0; h < HEADS; ++h)
-    for (int i = 0; i < WIDTH; ++i)
-      *reinterpret_cast<Vector*>(result + (h * vectors + first + i) * kLanes) = sums[h][i];
+#pragma GCC unroll 4
+    for (int i = 0; i < WIDTH; ++i) *reinterpret_cast<Vector*>(target + h * row + i * kLanes) = sums[h][i];
 }
 
 // From scores to weights exp(score - top), where top and sum go on from block to block. Returns what the results so far
@@ -150,7 +159,7 @@ void attend(const float* queries, Cache<T> keys, Cache<T> values, const Slots& s
     rescale[h] = weigh(s, slots.count, top[h], sum[h]);
   }
   int i = 0;
-  for (; i + kWidth <= values.vectors(); i += kWidth)
+  for (; (i + kWidth) * kLanes <= values.size; i += kWidth)
     add_values<HEADS, kWidth>(result, i, rescale, values, slots, scores);
   for (; i < values.vectors(); ++i) add_values<HEADS, 1>(result, i, rescale, values, slots, scores);
 }

@@ -39,6 +39,7 @@ _SIGNATURES = {
         [_POINTER, *[_INT] * 5, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _FLOAT, _INT],
         None,
     ),
+    "orca_store": ([_POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _INT, _INT, _INT], None),
     "orca_decode_f32": (_DECODE, None),
     "orca_decode_bf16": (_DECODE, None),
 }
@@ -65,6 +66,7 @@ class Library:
         self._gated = functions.orca_gated_f32
         self._rms_norm = functions.orca_rms_norm_f32
         self._rotate = functions.orca_rotate_f32
+        self._store = functions.orca_store
         self._packed_size = functions.orca_packed_size
         self._pack = functions.orca_pack_f32
         self._linear = functions.orca_linear_f32
@@ -173,6 +175,27 @@ class Library:
             None if k_norm is None else k_norm.data_ptr(),
             eps,
             torch.get_num_threads(),
+        )
+
+    def store(self, rows: Tensor, cache: Tensor, slots: Tensor) -> None:
+        """Copy `rows` (num_rows, num_heads, size) to their `slots` (num_rows,) int64 of a cache of the same dtype.
+
+        The last stride of both is 1.
+        """
+        bytes_of = rows.element_size()
+        row, row_head, _ = rows.stride()
+        slot, slot_head, _ = cache.stride()
+        self._store(
+            rows.data_ptr(),
+            row * bytes_of,
+            row_head * bytes_of,
+            cache.data_ptr(),
+            slot * bytes_of,
+            slot_head * bytes_of,
+            slots.data_ptr(),
+            rows.shape[0],
+            rows.shape[1],
+            rows.shape[2] * bytes_of,
         )
 
     def decode(

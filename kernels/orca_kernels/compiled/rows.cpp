@@ -1,7 +1,8 @@
-// What a model does to each row between its products: RMS norm, rotary embedding.
+// What happens to each row between a model's products: RMS norm, rotary embedding, the way of K and V to their slots.
 
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 
 namespace {
 
@@ -57,5 +58,13 @@ void orca_rotate_f32(float* x, int64_t x_row, int64_t num_rows, int64_t num_q_he
       }
     }
   }
+}
+
+// Copies rows of heads, each of `size` bytes, to their slots. All strides in bytes.
+void orca_store(const char* rows, int64_t row, int64_t row_head, char* cache, int64_t slot, int64_t slot_head,
+                const int64_t* slots, int64_t num_rows, int64_t num_heads, int64_t size) {
+  for (int64_t r = 0; r < num_rows; ++r)
+    for (int64_t h = 0; h < num_heads; ++h)
+      std::memcpy(cache + slots[r] * slot + h * slot_head, rows + r * row + h * row_head, size);
 }
 }
