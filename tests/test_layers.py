@@ -41,7 +41,7 @@ LAYERS = [
     ["engine"],
     ["checkpoint", "concurrent_calls", "eligibility", "generate", "model_eligibility", "prepared_call"],
     ["__init__", "loading", "pipelines", "wrapping"],
-    ["bench", "cli", "demo"],
+    ["bench", "cli", "demo", "server"],
 ]
 LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
 PURE_LAYERS = 3  # the lowest ones: nothing but the standard library

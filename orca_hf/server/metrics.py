@@ -1,0 +1,88 @@
+"""What Prometheus reads: gauges and counters of the engine at the moment of asking, histograms of what has ended."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+# Seconds. The first token of a long prompt takes seconds on a CPU, an iteration of a small model on a GPU a millisecond.
+_LATENCIES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_STEPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+
+_GAUGES = {
+    "running": "Requests that hold K/V slots",
+    "waiting": "Requests that wait for slots",
+    "slots_reserved": "K/V slots reserved",
+    "slots_used": "K/V slots that hold keys and values",
+    "slots_total": "K/V slots there are",
+}
+_COUNTERS = {
+    "iterations": "Iterations run",
+    "tokens_generated": "Tokens generated",
+    "prompt_tokens": "Prompt tokens of the requests that were submitted",
+    "native_fallbacks": "Requests that native generate() ran",
+    "requests_finished": "Requests that came to their end",
+    "requests_cancelled": "Requests that were cancelled",
+    "requests_failed": "Requests that failed",
+}
+
+
+class Metrics:
+    """The server's metrics, in a registry of their own.
+
+    Args:
+        stats: The engine's `stats`.
+    """
+
+    content_type = "text/plain; version=0.0.4; charset=utf-8"
+
+    def __init__(self, stats: Callable[[], Any]) -> None:
+        self._stats = stats
+        self._last_iteration = -1.0
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(stats))
+        self._first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token", _LATENCIES)
+        self._per_token = self._histogram("time_per_output_token_seconds", "Between tokens after the first", _STEPS)
+        self._request = self._histogram("request_seconds", "Arrival to end", _LATENCIES)
+        self._iteration = self._histogram("iteration_seconds", "One iteration (of those kept in memory)", _STEPS)
+        self._responses = Counter(
+            "orca_http_responses", "Responses by route and status", ("route", "status"), registry=self._registry
+        )
+
+    def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"orca_{name}", about, buckets=buckets, registry=self._registry)
+
+    def answered(self, route: str, status: int) -> None:
+        """A response has gone out."""
+        self._responses.labels(route, str(status)).inc()
+
+    def ended(self, timings: Any, num_tokens: int) -> None:
+        """An answer is over; `timings` are its handle's."""
+        if timings.first_token is not None:
+            self._first_token.observe(timings.first_token - timings.arrival)
+        if timings.end is not None:
+            self._request.observe(timings.end - timings.arrival)
+            if timings.first_token is not None and num_tokens > 1:
+                self._per_token.observe((timings.end - timings.first_token) / (num_tokens - 1))
+
+    def text(self) -> bytes:
+        """Everything, in Prometheus' text format."""
+        for iteration in self._stats().recent_iterations:
+            if iteration.start > self._last_iteration:
+                self._last_iteration = iteration.start
+                self._iteration.observe(iteration.duration)
+        return generate_latest(self._registry)
+
+
+class _EngineCollector(Collector):
+    def __init__(self, stats: Callable[[], Any]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._stats()
+        for name, about in _GAUGES.items():
+            yield GaugeMetricFamily(f"orca_{name}", about, value=getattr(stats, name))
+        for name, about in _COUNTERS.items():
+            yield CounterMetricFamily(f"orca_{name}", about, value=getattr(stats, name))
