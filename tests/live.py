@@ -58,11 +58,11 @@ class Live:
 
 
 @contextmanager
-def live(engine: Any, tokenizer: Any, key: str | None = None, **settings: Any) -> Iterator[Live]:
+def live(engine: Any, model: Any, tokenizer: Any, key: str | None = None, **settings: Any) -> Iterator[Live]:
     """Serves until the block ends."""
     given = {"model_names": ("tiny",), "max_model_len": 128, "api_keys": (key,) if key else (), "grace": 0.0}
     made = ServerSettings(**{**given, **settings})
-    server = Server(make_app(engine, tokenizer, made), made, log_level="critical")
+    server = Server(make_app(engine, model, tokenizer, made), made, log_level="critical")
     listener = bind("127.0.0.1", 0)
     listener.listen()  # whoever comes before it accepts waits in the kernel
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
@@ -75,6 +75,13 @@ def live(engine: Any, tokenizer: Any, key: str | None = None, **settings: Any) -
         running.join()
 
 
+@contextmanager
+def faked(engine: "FakeEngine", tokenizer: Any, **settings: Any) -> Iterator[Live]:
+    """A server on a fake engine."""
+    with live(engine, make_model(), tokenizer, **settings) as running:
+        yield running
+
+
 @dataclass
 class FakeHandle:
     """A request of the fake engine; the test says its tokens."""
@@ -84,8 +91,8 @@ class FakeHandle:
     tokens: asyncio.Queue = field(default_factory=asyncio.Queue)
     cancelled: threading.Event = field(default_factory=threading.Event)
     finish_reason: str | None = None
-    timings: Any = field(default_factory=lambda: SimpleNamespace(arrival=1.0, first_token=None, end=None))
     logprobs: tuple = ()
+    timings: Any = field(default_factory=lambda: SimpleNamespace(arrival=1.0, first_token=None, end=None))
 
     def say(self, *tokens: int) -> None:
         for token in tokens:
@@ -112,14 +119,13 @@ class FakeEngine:
     """What the server uses of an engine. `script` answers at once; without one, `handles` are the test's to answer."""
 
     def __init__(self, script: Sequence[int] | None = None) -> None:
-        self.model = make_model()
         self.script = script
         self.handles: list[FakeHandle] = []
         self.submitted = threading.Condition()
         self.healthy = True
 
-    def submit(self, **given: Any) -> FakeHandle:
-        handle = FakeHandle(given, asyncio.get_running_loop())
+    def submit(self, prompt: list[int], **given: Any) -> FakeHandle:
+        handle = FakeHandle({"prompt": prompt, **given}, self.loop)
         if self.script is not None:
             handle.say(*self.script[: given["max_new_tokens"]])
             handle.end()
@@ -142,6 +148,7 @@ class FakeEngine:
 
     @contextmanager
     def serving(self) -> Iterator[None]:
+        self.loop = asyncio.get_running_loop()
         yield
 
 

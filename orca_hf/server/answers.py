@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from orca_hf.server.logprobs import Logprob, as_logprob
 from orca_hf.server.text import Detokenizer, StopStrings
+from orca_hf.serving import RequestHandle
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Answer:
 
     index: int
     prompt: Sequence[int]
-    handle: Any
+    handle: RequestHandle | None
     num_tokens: int = field(default=0, init=False)
 
 
@@ -113,47 +114,59 @@ class Answers:
 
     async def _follow(self, answer: Answer) -> None:
         try:
-            async for piece in self._read(answer):
+            async for piece in self._reader(answer).pieces():
                 self._pieces.put_nowait(piece)
         except Exception as error:  # noqa: BLE001 - goes to the reader, whoever that is
             self._pieces.put_nowait(error)
 
-    async def _read(self, answer: Answer) -> AsyncIterator[Piece]:
-        if answer.handle is None:
-            yield Piece(answer.index, "", (), finish_reason="length")
+    def _reader(self, answer: Answer) -> "_Reader":
+        return _Reader(answer, self._tokenizer, self._stops, with_logprobs=self._with_logprobs)
+
+
+class _Reader:
+    """Reads one answer's handle."""
+
+    def __init__(
+        self, answer: Answer, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], *, with_logprobs: bool
+    ) -> None:
+        self._answer = answer
+        self._handle = answer.handle
+        self._detokenizer = Detokenizer(tokenizer, answer.prompt)
+        self._stops = StopStrings(stops)
+        self._with_logprobs = with_logprobs
+        self._text = ""  # since the last piece, like the tokens
+        self._tokens: list[int] = []
+        self._num_given = 0
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        if self._handle is None:
+            yield Piece(self._answer.index, "", (), finish_reason="length")
             return
-        detokenizer = Detokenizer(self._tokenizer, answer.prompt)
-        stops = StopStrings(self._stops)
-        tokens: list[int] = []
-        num_given = 0
+        async for token in self._handle:
+            if self._stops.found:
+                continue  # read on for log-probabilities, which come at the end of what runs natively
+            self._answer.num_tokens += 1
+            self._tokens.append(token)
+            self._text += self._stops.push(self._detokenizer.push(token))
+            if self._stops.found and self._has_logprobs():
+                self._handle.cancel()
+                break
+            if self._text and not self._stops.found and self._has_logprobs():
+                yield self._take()
+        if not self._stops.found:
+            self._text += self._stops.push(self._detokenizer.flush()) + self._stops.flush()
+        yield self._take("stop" if self._stops.found else self._handle.finish_reason)
 
-        def piece(text: str, finish_reason: str | None = None) -> Piece:
-            nonlocal num_given
-            logprobs = self._logprobs(answer.handle, tokens, num_given)
-            made = Piece(answer.index, text, tuple(tokens), logprobs, finish_reason)
-            num_given += len(tokens)
-            tokens.clear()
-            return made
+    def _has_logprobs(self) -> bool:
+        return not self._with_logprobs or len(self._handle.logprobs) >= self._num_given + len(self._tokens)
 
-        async for token in answer.handle:
-            tokens.append(token)
-            answer.num_tokens += 1
-            text = stops.push(detokenizer.push(token))
-            if stops.found:
-                answer.handle.cancel()
-                yield piece(text, "stop")
-                return
-            if text:
-                yield piece(text)
-        text = stops.push(detokenizer.flush()) + stops.flush()
-        yield piece(text, "stop" if stops.found else answer.handle.finish_reason)
-
-
-    def _logprobs(self, handle: Any, tokens: Sequence[int], start: int) -> tuple[Logprob, ...]:
-        if not self._with_logprobs:
-            return ()
-        entries = handle.logprobs[start : start + len(tokens)]
-        return tuple(as_logprob(token, entry) for token, entry in zip(tokens, entries, strict=True))
+    def _take(self, finish_reason: str | None = None) -> Piece:
+        end = self._num_given + len(self._tokens)
+        entries = self._handle.logprobs[self._num_given : end] if self._with_logprobs else ()
+        logprobs = tuple(as_logprob(token, entry) for token, entry in zip(self._tokens, entries, strict=False))
+        piece = Piece(self._answer.index, self._text, tuple(self._tokens), logprobs, finish_reason)
+        self._text, self._tokens, self._num_given = "", [], end
+        return piece
 
 
 async def until_gone(work: Any, receive: Callable[[], Any]) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from orca_hf import __version__
 from orca_hf.server.completions import chat_completion, completion
@@ -21,20 +21,24 @@ from orca_hf.server.protocol import ChatRequest, CompletionRequest, DetokenizeRe
 from orca_hf.server.service import Service
 from orca_hf.server.settings import ServerSettings
 from orca_hf.server.text import decode
+from orca_hf.serving import ServingEngine
 
 
-def make_app(engine: Any, tokenizer: PreTrainedTokenizerBase, settings: ServerSettings) -> FastAPI:
+def make_app(
+    engine: ServingEngine, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: ServerSettings
+) -> FastAPI:
     """The ASGI app of one engine, which it drives from its start to its end.
 
     Args:
         engine: Of `orca_hf.engine`.
+        model: The engine's.
         tokenizer: The model's.
         settings: The operator's.
 
     Returns:
         The app; its `state.service` is what answers requests.
     """
-    service = Service(engine, tokenizer, settings)
+    service = Service(engine, model, tokenizer, settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

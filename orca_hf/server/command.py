@@ -54,7 +54,7 @@ def run_serve(given: Namespace, write: Callable[[str], object]) -> int:
         default_max_tokens=given.default_max_tokens,
         grace=given.grace,
     )
-    app = make_app(orca_hf.engine(model), tokenizer, settings)
+    app = make_app(orca_hf.engine(model), model, tokenizer, settings)
     write(f"Serving {settings.model_names[0]} on http://{_address(listener)}")
     Server(app, settings, log_level=given.log_level).run([listener])
     return 0

@@ -1,31 +1,34 @@
 """What Prometheus reads: gauges and counters of the engine at the moment of asking, histograms of what has ended."""
 
+import math
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from orca_hf.serving import ServingStats, Timings
+
 # Seconds. The first token of a long prompt takes seconds on a CPU, an iteration of a small model on a GPU a millisecond.
 _LATENCIES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _STEPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
+# Of the engine's stats: the metric's name and what it says.
 _GAUGES = {
-    "running": "Requests that hold K/V slots",
-    "waiting": "Requests that wait for slots",
-    "slots_reserved": "K/V slots reserved",
-    "slots_used": "K/V slots that hold keys and values",
-    "slots_total": "K/V slots there are",
+    "num_running": ("orca_requests_running", "Requests that hold K/V slots, or run natively"),
+    "num_waiting": ("orca_requests_waiting", "Requests that have not begun"),
+    "num_slots": ("orca_slots", "K/V slots there are"),
+    "num_reserved": ("orca_slots_reserved", "K/V slots reserved"),
+    "num_used": ("orca_slots_used", "K/V slots that hold keys and values"),
 }
 _COUNTERS = {
-    "iterations": "Iterations run",
-    "tokens_generated": "Tokens generated",
-    "prompt_tokens": "Prompt tokens of the requests that were submitted",
-    "native_fallbacks": "Requests that native generate() ran",
-    "requests_finished": "Requests that came to their end",
-    "requests_cancelled": "Requests that were cancelled",
-    "requests_failed": "Requests that failed",
+    "num_iterations": ("orca_iterations", "Iterations run"),
+    "num_prompt_tokens": ("orca_prompt_tokens", "Prompt tokens computed"),
+    "num_generated_tokens": ("orca_generated_tokens", "Tokens generated"),
+    "num_native": ("orca_native_fallbacks", "Calls and requests that went to native generate()"),
+    "num_finished": ("orca_requests_finished", "Requests that ended well"),
+    "num_cancelled": ("orca_requests_cancelled", "Requests that were cancelled"),
+    "num_failed": ("orca_requests_failed", "Requests that failed"),
 }
 
 
@@ -38,15 +41,15 @@ class Metrics:
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
-    def __init__(self, stats: Callable[[], Any]) -> None:
+    def __init__(self, stats: Callable[[], ServingStats]) -> None:
         self._stats = stats
-        self._last_iteration = -1.0
+        self._last_iteration = -math.inf
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(stats))
         self._first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token", _LATENCIES)
         self._per_token = self._histogram("time_per_output_token_seconds", "Between tokens after the first", _STEPS)
         self._request = self._histogram("request_seconds", "Arrival to end", _LATENCIES)
-        self._iteration = self._histogram("iteration_seconds", "One iteration (of those kept in memory)", _STEPS)
+        self._iteration = self._histogram("iteration_seconds", "Forwards, of the iterations that the engine still remembers when asked", _STEPS)
         self._responses = Counter(
             "orca_http_responses", "Responses by route and status", ("route", "status"), registry=self._registry
         )
@@ -58,7 +61,7 @@ class Metrics:
         """A response has gone out."""
         self._responses.labels(route, str(status)).inc()
 
-    def ended(self, timings: Any, num_tokens: int) -> None:
+    def ended(self, timings: Timings, num_tokens: int) -> None:
         """An answer is over; `timings` are its handle's."""
         if timings.first_token is not None:
             self._first_token.observe(timings.first_token - timings.arrival)
@@ -69,20 +72,20 @@ class Metrics:
 
     def text(self) -> bytes:
         """Everything, in Prometheus' text format."""
-        for iteration in self._stats().recent_iterations:
-            if iteration.start > self._last_iteration:
-                self._last_iteration = iteration.start
+        for iteration in self._stats().recent:
+            if iteration.started > self._last_iteration:
+                self._last_iteration = iteration.started
                 self._iteration.observe(iteration.duration)
         return generate_latest(self._registry)
 
 
 class _EngineCollector(Collector):
-    def __init__(self, stats: Callable[[], Any]) -> None:
+    def __init__(self, stats: Callable[[], ServingStats]) -> None:
         self._stats = stats
 
     def collect(self) -> Iterable[Metric]:
         stats = self._stats()
-        for name, about in _GAUGES.items():
-            yield GaugeMetricFamily(f"orca_{name}", about, value=getattr(stats, name))
-        for name, about in _COUNTERS.items():
-            yield CounterMetricFamily(f"orca_{name}", about, value=getattr(stats, name))
+        for field, (name, about) in _GAUGES.items():
+            yield GaugeMetricFamily(name, about, value=getattr(stats, field))
+        for field, (name, about) in _COUNTERS.items():
+            yield CounterMetricFamily(name, about, value=getattr(stats, field))

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from orca_hf.errors import StoppedError
 from orca_hf.server.answers import Answer, Answers
 from orca_hf.server.errors import ApiError, bad_request
 from orca_hf.server.limits import Limits, Ticket
@@ -18,6 +19,7 @@ from orca_hf.server.protocol import ChatRequest, CompletionRequest, GenerationRe
 from orca_hf.server.settings import ServerSettings
 from orca_hf.server.structured import Grammars
 from orca_hf.server.text import decode
+from orca_hf.serving import RequestHandle, ServingEngine
 
 T = TypeVar("T")
 Echo = tuple[str, list[Logprob]]
@@ -28,12 +30,18 @@ class Service:
 
     Args:
         engine: Of `orca_hf.engine`.
+        model: The engine's.
         tokenizer: The model's.
         settings: The operator's.
     """
 
-    def __init__(self, engine: Any, tokenizer: PreTrainedTokenizerBase, settings: ServerSettings) -> None:
-        model: PreTrainedModel = engine.model
+    def __init__(
+        self,
+        engine: ServingEngine,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: ServerSettings,
+    ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.settings = settings
@@ -43,6 +51,7 @@ class Service:
         vocab_size = model.config.get_text_config().vocab_size
         self.options = OptionsReader(model, vocab_size, Grammars(tokenizer, vocab_size, _eos_token_ids(model)))
         self._running: set[Answers] = set()
+        self._is_over = False
         # One thread: tokenizers are not made for several, and templates and schemas of clients get no more than this.
         self._preparing = ThreadPoolExecutor(1, "orca-prepare")
         self._looking = ThreadPoolExecutor(1, "orca-prompts")
@@ -75,19 +84,10 @@ class Service:
         options = self.options.read(request)
         num_answers = options.num_answers * (num_prompts(request) if isinstance(request, CompletionRequest) else 1)
         ticket = self.limits.admit(client, num_answers)
-        answers: list[Answer] = []
         try:
-            prompts, submissions = await self.prepare(self._prepare_request, request, options)
-            if self.limits.closing:
-                raise ApiError(503, "The server is shutting down.", code="shutting_down")
-            for submission in submissions:
-                handle = None if submission is None else self.engine.submit(**submission)
-                answers.append(Answer(len(answers), prompts[len(answers) // options.num_answers], handle))
+            prompts, answers = await self.prepare(self._submit, request, options)
         except BaseException:
-            for answer in answers:
-                if answer.handle is not None:
-                    answer.handle.cancel()
-            ticket.give_back()
+            ticket.give_back()  # handles that nobody has any more cancel themselves
             raise
         made = Answers(
             answers,
@@ -97,6 +97,8 @@ class Service:
             on_close=lambda closed: self._closed(closed, ticket),
         )
         self._running.add(made)
+        if self._is_over:
+            made.fail(_shutting_down())
         return made, options, prompts
 
     async def echoes(self, request: CompletionRequest, options: Options, prompts: list[list[int]]) -> list[Echo]:
@@ -121,39 +123,45 @@ class Service:
 
     def stop_running(self) -> None:
         """Ends all requests that are still open, telling their clients why."""
+        self._is_over = True
         for answers in list(self._running):
-            answers.fail(ApiError(503, "The server is shutting down.", code="shutting_down"))
+            answers.fail(_shutting_down())
 
     def close(self) -> None:
         """Ends the threads; the engine is its owner's."""
         self._preparing.shutdown()
         self._looking.shutdown()
 
-    def _prepare_request(
-        self, request: GenerationRequest, options: Options
-    ) -> tuple[list[list[int]], list[dict[str, Any] | None]]:
-        """Prompts, and what to submit for each answer; None where an answer has no tokens."""
+    def _submit(self, request: GenerationRequest, options: Options) -> tuple[list[list[int]], list[Answer]]:
+        """Prompts, and an answer for each that is wanted, on its way in the engine."""
         if isinstance(request, ChatRequest):
             prompts = [chat_prompt(self.tokenizer, request.messages)]
         else:
             assert isinstance(request, CompletionRequest)
             prompts = completion_prompts(self.tokenizer, request)
-        submissions: list[dict[str, Any] | None] = []
-        for prompt in prompts:
-            if not prompt:
-                raise bad_request("The prompt has no tokens.", "prompt")
-            length = max_new_tokens(request, prompt, self.settings.max_model_len, self.settings.default_max_tokens)
+        limits = self.settings.max_model_len, self.settings.default_max_tokens
+        lengths = [max_new_tokens(request, prompt, *limits) for prompt in prompts]
+        answers: list[Answer] = []
+        for prompt, length in zip(prompts, lengths, strict=True):
             for _ in range(options.num_answers):
-                submission = {
-                    "input_ids": prompt,
-                    "max_new_tokens": length,
-                    "seed": options.seed_of(len(submissions)),
-                    "logprobs": options.logprobs,
-                    "logits_processor": options.make_processors(len(prompt)),
-                    **options.generate_kwargs,
-                }
-                submissions.append(submission if length else None)
-        return prompts, submissions
+                handle = self._submit_one(options, prompt, length, len(answers)) if length else None
+                answers.append(Answer(len(answers), prompt, handle))
+        return prompts, answers
+
+    def _submit_one(self, options: Options, prompt: list[int], length: int, answer: int) -> RequestHandle:
+        try:
+            return self.engine.submit(
+                prompt,
+                max_new_tokens=length,
+                seed=options.seed_of(answer),
+                logprobs=options.logprobs,
+                logits_processor=options.make_processors(len(prompt)),
+                **options.generate_kwargs,
+            )
+        except StoppedError as error:
+            raise ApiError(503, "The engine takes no requests.", code="not_ready") from error
+        except ValueError as error:  # generate() refuses the options
+            raise bad_request(str(error)) from error
 
     def _closed(self, answers: Answers, ticket: Ticket) -> None:
         self._running.discard(answers)
@@ -161,6 +169,10 @@ class Service:
         for answer in answers.answers:
             if answer.handle is not None:
                 self.metrics.ended(answer.handle.timings, answer.num_tokens)
+
+
+def _shutting_down() -> ApiError:
+    return ApiError(503, "The server is shutting down.", code="shutting_down")
 
 
 def _eos_token_ids(model: PreTrainedModel) -> list[int]:

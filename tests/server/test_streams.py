@@ -6,7 +6,7 @@ import socket
 import subprocess
 
 import pytest
-from live import PATIENCE, FakeEngine, live
+from live import PATIENCE, FakeEngine, faked
 from openai import APIError
 from tokenizers_tiny import byte_level, sentencepiece
 
@@ -19,7 +19,7 @@ def tokens_of(text, tokenizer=TOKENIZER):
 
 @pytest.fixture(scope="module")
 def emoji():
-    with live(FakeEngine(tokens_of("é😀 ok, 漢字 ends.")), TOKENIZER) as running:
+    with faked(FakeEngine(tokens_of("é😀 ok, 漢字 ends.")), TOKENIZER) as running:
         yield running
 
 
@@ -78,7 +78,7 @@ def test_a_joined_stream_is_the_whole_answer(emoji, stop, limit):
 
 def test_a_stop_string_ends_the_request_in_the_engine():
     engine = FakeEngine()
-    with live(engine, TOKENIZER) as running:
+    with faked(engine, TOKENIZER) as running:
         stream = running.openai().completions.create(
             model="tiny", prompt="k", max_tokens=50, stop="st", stream=True
         )
@@ -90,7 +90,7 @@ def test_a_stop_string_ends_the_request_in_the_engine():
 
 def test_what_may_begin_a_stop_string_waits_and_comes_when_it_is_none():
     engine = FakeEngine()
-    with live(engine, TOKENIZER) as running:
+    with faked(engine, TOKENIZER) as running:
         stream = running.openai().completions.create(model="tiny", prompt="k", stop="sto", stream=True)
         (handle,) = engine.wait_for(1)
         handle.say(*tokens_of("s"), *tokens_of("t"), *tokens_of("k"))
@@ -102,7 +102,7 @@ def test_what_may_begin_a_stop_string_waits_and_comes_when_it_is_none():
 def test_spaces_of_sentencepiece_stay_where_they_belong(fallback):
     tokenizer = sentencepiece(fallback=fallback)
     the, sea, dot = tokenizer.convert_tokens_to_ids(["▁the", "▁sea", "."])
-    with live(FakeEngine([the, sea, dot]), tokenizer) as running:
+    with faked(FakeEngine([the, sea, dot]), tokenizer) as running:
         create = running.openai().completions.create
         assert create(model="tiny", prompt=[sea]).choices[0].text == " the sea."
         assert create(model="tiny", prompt=[sea], echo=True).choices[0].text == "sea the sea."
@@ -115,7 +115,7 @@ def test_line_ends_of_other_worlds_do_not_break_events():
             return "\x85\u2028\r\n" * len(ids)
 
     odd = Odd(tokenizer_object=TOKENIZER.backend_tokenizer, eos_token="<eos>")
-    with live(FakeEngine([5, 6]), odd) as running, running.http() as client:
+    with faked(FakeEngine([5, 6]), odd) as running, running.http() as client:
         text = client.post("/v1/completions", json={"prompt": "k", "stream": True}).text
         assert len(text.splitlines()) == 2 * len(text.split("\n\n")) - 2
         assert "".join(event["choices"][0]["text"] for event in events(text)) == "\x85\u2028\r\n" * 2
@@ -124,7 +124,7 @@ def test_line_ends_of_other_worlds_do_not_break_events():
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_cancels_its_request(stream):
     engine = FakeEngine()
-    with live(engine, TOKENIZER) as running:
+    with faked(engine, TOKENIZER) as running:
         body = json.dumps({"prompt": "k", "stream": stream, "n": 2}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
         with socket.create_connection(running.address, PATIENCE) as connection:
@@ -138,7 +138,7 @@ def test_a_client_that_leaves_cancels_its_request(stream):
 
 def test_an_engine_that_fails_mid_stream_is_told_without_its_words():
     engine = FakeEngine()
-    with live(engine, TOKENIZER) as running:
+    with faked(engine, TOKENIZER) as running:
         stream = running.openai().chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": "k"}], stream=True, n=2
         )
@@ -155,7 +155,7 @@ def test_an_engine_that_fails_mid_stream_is_told_without_its_words():
 
 def test_a_client_that_does_not_read_holds_nobody_up():
     engine = FakeEngine()
-    with live(engine, TOKENIZER) as running, running.http() as lazy, running.http() as client:
+    with faked(engine, TOKENIZER) as running, running.http() as lazy, running.http() as client:
         request = lazy.build_request("POST", "/v1/completions", json={"prompt": "k", "stream": True, "max_tokens": 100})
         response = lazy.send(request, stream=True)
         (handle,) = engine.wait_for(1)
