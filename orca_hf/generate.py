@@ -20,7 +20,7 @@ from transformers.generation import StopStringCriteria
 
 from orca_hf.config import OrcaConfig
 from orca_hf.eligibility import GENERATE_KEYWORDS, call_reasons, input_reasons, output_reasons, prepared_reasons
-from orca_hf.engine import Engine
+from orca_hf.engines import Engine
 from orca_hf.errors import OrcaError, UnsupportedError
 from orca_hf.model_eligibility import (
     autocast_state,

@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput, MaxLengthCriteria
 
-from orca_hf.engine import Engine
+from orca_hf.engines import Engine
 from orca_hf.errors import TokenIdError, UnsupportedError
 from orca_hf.runner import CACHE_FIELD, dummy_layers
 from orca_hf.sampling import Generation, Streamer

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from orca_hf.config import OrcaConfig
-from orca_hf.engine import EngineStats
+from orca_hf.engines import EngineStats
 from orca_hf.errors import ConfigError, ModelError
 from orca_hf.generate import OrcaGenerate
 
