@@ -119,6 +119,18 @@ def explain(model: object, generation_config: GenerationConfig | None = None, **
     return Explanation("native" if reasons else "orca", tuple(reasons), engines)
 
 
+def orca_generate(model: object) -> OrcaGenerate:
+    """The generate() of a wrapped model, for those who ask more of it than to be called.
+
+    Raises:
+        ModelError: `model` is not wrapped.
+    """
+    found = _orca_generate(_find_causal_lm(model))
+    if found is None:
+        raise ModelError("The model is not wrapped; call orca_hf.wrap(model).")
+    return found
+
+
 def _orca_generate(model: PreTrainedModel) -> OrcaGenerate | None:
     found = model.__dict__.get("generate")
     return found if isinstance(found, OrcaGenerate) else None

@@ -38,9 +38,9 @@ LAYERS = [
         "warping",
     ],
     ["runner", "trial"],
-    ["engines"],
+    ["backoff", "engines", "work"],
     ["checkpoint", "concurrent_calls", "eligibility", "generate", "model_eligibility", "prepared_call"],
-    ["__init__", "loading", "pipelines", "wrapping"],
+    ["__init__", "loading", "pipelines", "serving", "wrapping"],
     ["bench", "cli", "demo"],
 ]
 LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
