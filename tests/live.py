@@ -43,7 +43,8 @@ class Live:
 
     def openai(self, **options: Any) -> OpenAI:
         key = self.key or "none"
-        return OpenAI(**{"base_url": f"{self.url}/v1", "api_key": key, "max_retries": 0, "timeout": PATIENCE, **options})
+        given = {"base_url": f"{self.url}/v1", "api_key": key, "max_retries": 0, "timeout": PATIENCE}
+        return OpenAI(**{**given, **options})
 
     def http(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, headers=self.headers, timeout=PATIENCE)
@@ -150,5 +151,3 @@ class FakeEngine:
     def serving(self) -> Iterator[None]:
         self.loop = asyncio.get_running_loop()
         yield
-
-

@@ -114,23 +114,30 @@ class Answers:
 
     async def _follow(self, answer: Answer) -> None:
         try:
-            async for piece in self._reader(answer).pieces():
+            if answer.handle is None:
+                self._pieces.put_nowait(Piece(answer.index, "", (), finish_reason="length"))
+                return
+            reader = _Reader(answer, answer.handle, self._tokenizer, self._stops, with_logprobs=self._with_logprobs)
+            async for piece in reader.pieces():
                 self._pieces.put_nowait(piece)
         except Exception as error:  # noqa: BLE001 - goes to the reader, whoever that is
             self._pieces.put_nowait(error)
-
-    def _reader(self, answer: Answer) -> "_Reader":
-        return _Reader(answer, self._tokenizer, self._stops, with_logprobs=self._with_logprobs)
 
 
 class _Reader:
     """Reads one answer's handle."""
 
     def __init__(
-        self, answer: Answer, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str], *, with_logprobs: bool
+        self,
+        answer: Answer,
+        handle: RequestHandle,
+        tokenizer: PreTrainedTokenizerBase,
+        stops: Sequence[str],
+        *,
+        with_logprobs: bool,
     ) -> None:
         self._answer = answer
-        self._handle = answer.handle
+        self._handle = handle
         self._detokenizer = Detokenizer(tokenizer, answer.prompt)
         self._stops = StopStrings(stops)
         self._with_logprobs = with_logprobs
@@ -139,21 +146,20 @@ class _Reader:
         self._num_given = 0
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        if self._handle is None:
-            yield Piece(self._answer.index, "", (), finish_reason="length")
-            return
+        over = False
         async for token in self._handle:
-            if self._stops.found:
+            if over:
                 continue  # read on for log-probabilities, which come at the end of what runs natively
             self._answer.num_tokens += 1
             self._tokens.append(token)
             self._text += self._stops.push(self._detokenizer.push(token))
-            if self._stops.found and self._has_logprobs():
+            over = self._stops.found
+            if over and self._has_logprobs():
                 self._handle.cancel()
                 break
-            if self._text and not self._stops.found and self._has_logprobs():
+            if self._text and not over and self._has_logprobs():
                 yield self._take()
-        if not self._stops.found:
+        if not over:
             self._text += self._stops.push(self._detokenizer.flush()) + self._stops.flush()
         yield self._take("stop" if self._stops.found else self._handle.finish_reason)
 

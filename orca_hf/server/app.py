@@ -54,9 +54,7 @@ def make_app(
     _add_openai_routes(app, service)
     _add_tokenizer_routes(app, service)
     _add_operator_routes(app, service)
-    app.add_middleware(
-        Guard, api_keys=settings.api_keys, hosts=settings.hosts, max_body_bytes=settings.max_body_bytes
-    )
+    app.add_middleware(Guard, api_keys=settings.api_keys, hosts=settings.hosts, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(_Counted, metrics=service.metrics)
     return app
 

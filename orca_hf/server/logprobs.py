@@ -46,7 +46,7 @@ class TokenTexts:
         self._tokenizer = tokenizer
 
     def text(self, token: int) -> str:
-        """A token's text, its leading space included, special tokens by name; bytes of a character as bytes:\\xe2."""
+        """A token's text with its leading space, special tokens by name; what is no character as its bytes."""
         text = self._decode(token)
         if "\ufffd" not in text:
             return text

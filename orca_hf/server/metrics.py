@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 from orca_hf.serving import ServingStats, Timings
 
-# Seconds. The first token of a long prompt takes seconds on a CPU, an iteration of a small model on a GPU a millisecond.
+# Seconds. A long prompt's first token takes some on a CPU, a small model's iteration on a GPU a thousandth.
 _LATENCIES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _STEPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
@@ -49,7 +49,9 @@ class Metrics:
         self._first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token", _LATENCIES)
         self._per_token = self._histogram("time_per_output_token_seconds", "Between tokens after the first", _STEPS)
         self._request = self._histogram("request_seconds", "Arrival to end", _LATENCIES)
-        self._iteration = self._histogram("iteration_seconds", "Forwards, of the iterations that the engine still remembers when asked", _STEPS)
+        self._iteration = self._histogram(
+            "iteration_seconds", "Forwards, of the last iterations before each scrape", _STEPS
+        )
         self._responses = Counter(
             "orca_http_responses", "Responses by route and status", ("route", "status"), registry=self._registry
         )

@@ -75,7 +75,8 @@ class OptionsReader:
             raise bad_request("stream_options are for streams; set stream to true.", "stream_options")
         for token in request.logit_bias or ():
             if token >= self._vocab_size:
-                raise bad_request(f"logit_bias has token {token}, the last one is {self._vocab_size - 1}.", "logit_bias")
+                last = self._vocab_size - 1
+                raise bad_request(f"logit_bias has token {token}, but the last one is {last}.", "logit_bias")
         if request.response_format is not None and request.ignore_eos:
             raise bad_request("A structured answer ends by itself, which ignore_eos forbids.", "ignore_eos")
         if isinstance(request, CompletionRequest):

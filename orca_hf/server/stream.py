@@ -48,7 +48,7 @@ class EventStream(Response):
                 await self._send_event(send, as_json(chunk))
         except OSError:
             raise  # the client's side is closed
-        except Exception as error:  # noqa: BLE001 - told to the client
+        except Exception as error:
             answer = as_api_error(error)
             if answer.status_code == 500:
                 logger.error("A stream failed.", exc_info=error)

@@ -24,7 +24,7 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: list[int]) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer: Any = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._lock = threading.Lock()

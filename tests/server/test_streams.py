@@ -79,9 +79,7 @@ def test_a_joined_stream_is_the_whole_answer(emoji, stop, limit):
 def test_a_stop_string_ends_the_request_in_the_engine():
     engine = FakeEngine()
     with faked(engine, TOKENIZER) as running:
-        stream = running.openai().completions.create(
-            model="tiny", prompt="k", max_tokens=50, stop="st", stream=True
-        )
+        stream = running.openai().completions.create(model="tiny", prompt="k", max_tokens=50, stop="st", stream=True)
         (handle,) = engine.wait_for(1)
         handle.say(*tokens_of("oks"), *tokens_of("t"))
         assert "".join(chunk.choices[0].text for chunk in stream) == "ok"
