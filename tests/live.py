@@ -1,7 +1,9 @@
 """A live server in a thread, and an engine whose every token the test decides."""
 
 import asyncio
+import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import pytest
 from openai import OpenAI
 from tiny import make_model
 
@@ -52,6 +55,13 @@ class Live:
     def stop(self) -> None:
         """Tells it to stop, as a signal does."""
         self.server.should_exit = True
+
+    def wait_until_closed(self) -> None:
+        """Wait until it takes no connections any more."""
+        limit = time.monotonic() + PATIENCE
+        with pytest.raises(ConnectionRefusedError):
+            while time.monotonic() < limit:
+                socket.create_connection(self.address, PATIENCE).close()
 
     def join(self) -> None:
         self.thread.join(PATIENCE)

@@ -1,6 +1,7 @@
 """The app: routes, and what surrounds them."""
 
 import dataclasses
+import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from orca_hf import __version__
 from orca_hf.server.completions import chat_completion, completion
-from orca_hf.server.errors import ApiError, add_error_handlers, bad_request
+from orca_hf.server.errors import ApiError, add_error_handlers, as_api_error, bad_request, error_response
 from orca_hf.server.limits import Guard
 from orca_hf.server.metrics import Metrics
 from orca_hf.server.prompts import chat_prompt, encode
@@ -22,6 +23,8 @@ from orca_hf.server.service import Service
 from orca_hf.server.settings import ServerSettings
 from orca_hf.server.text import decode
 from orca_hf.serving import ServingEngine
+
+logger = logging.getLogger(__name__)
 
 
 def make_app(
@@ -55,7 +58,7 @@ def make_app(
     _add_tokenizer_routes(app, service)
     _add_operator_routes(app, service)
     app.add_middleware(Guard, api_keys=settings.api_keys, hosts=settings.hosts, max_body_bytes=settings.max_body_bytes)
-    app.add_middleware(_Counted, metrics=service.metrics)
+    app.add_middleware(_Outermost, metrics=service.metrics)
     return app
 
 
@@ -127,18 +130,34 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
         return JSONResponse({**about, **dataclasses.asdict(service.engine.stats())})
 
 
-class _Counted:
-    """Counts responses by route, unknown ones together: a client must not be able to make up labels."""
+class _Outermost:
+    """Counts responses, and answers what failed in an unforeseen way.
+
+    Left to the server, that would end the connection, under the feet of a client's next request.
+    """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
         async def counted(message: Message) -> None:
+            nonlocal has_begun
             if message["type"] == "http.response.start":
+                has_begun = True
+                # Unknown routes together: a client must not be able to make up labels.
                 route = getattr(scope.get("route"), "path", "other")
                 self._metrics.answered(route, message["status"])
             await send(message)
 
-        await self._app(scope, receive, counted)
+        try:
+            await self._app(scope, receive, counted)
+        except Exception as error:
+            if has_begun or scope["type"] != "http":
+                raise
+            answer = as_api_error(error)
+            if answer.status_code == 500:
+                logger.exception("A request failed.")
+            await error_response(answer)(scope, receive, counted)

@@ -84,7 +84,6 @@ def add_error_handlers(app: FastAPI) -> None:
 
     app.add_exception_handler(HTTPException, known)
     app.add_exception_handler(RequestValidationError, malformed)
-    app.add_exception_handler(Exception, known)
 
 
 def _validation_error(errors: Sequence[Any]) -> ApiError:
@@ -94,6 +93,6 @@ def _validation_error(errors: Sequence[Any]) -> ApiError:
         return bad_request(f"The body is not JSON: {first['ctx']['error']}.")
     if first["type"] == "extra_forbidden":
         return bad_request(f"Unrecognized request argument supplied: {place[-1]}", place[-1], "unknown_parameter")
-    param = ".".join(place) or None
+    param = place[0] if place else None  # what follows are pydantic's words for alternatives
     # The value itself stays out: it may be long, secret or no text at all.
     return bad_request(f"{param or 'body'}: {first['msg']}", param)

@@ -6,6 +6,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstr
 
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+# A constraint, even an empty one, is what makes pydantic look whether a string is text: half a surrogate pair is none.
+Text = Annotated[str, StringConstraints(min_length=0)]
 Name = Annotated[str, StringConstraints(max_length=256)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Finite = {"allow_inf_nan": False}
@@ -41,7 +43,7 @@ class JsonSchema(_Request):
     """A schema that an answer follows."""
 
     name: Name = "answer"
-    description: str | None = None
+    description: Text | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
 
@@ -73,39 +75,39 @@ class GenerationRequest(_Request):
     response_format: ResponseFormat | None = None
     ignore_eos: bool = False
     # What says nothing about the tokens.
-    user: str | None = None
+    user: Text | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    service_tier: Text | None = None
+    safety_identifier: Text | None = None
+    prompt_cache_key: Text | None = None
 
 
 class CompletionRequest(GenerationRequest):
     """`POST /v1/completions`."""
 
-    prompt: str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1, max_length=1024)]
+    prompt: Text | TokenIds | Annotated[list[Text | TokenIds], Field(min_length=1, max_length=1024)]
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool = False
     best_of: int | None = None
-    suffix: str | None = None
+    suffix: Text | None = None
 
 
 class TextPart(_Request):
     """A piece of a message."""
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(_Request):
     """One message of a chat."""
 
     role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
-    content: str | list[TextPart] | None = None
-    name: str | None = None
-    refusal: str | None = None
+    content: Text | list[TextPart] | None = None
+    name: Text | None = None
+    refusal: Text | None = None
 
 
 class ChatRequest(GenerationRequest):
@@ -125,7 +127,7 @@ class TokenizeRequest(_Request):
     """`POST /tokenize`: a prompt, or the messages of a chat."""
 
     model: Name | None = None
-    prompt: str | None = None
+    prompt: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool = True
 

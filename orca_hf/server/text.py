@@ -27,7 +27,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._window = self._context(prompt)  # tokens decoded together
         self._num_known = len(self._window)  # of them, those whose text has been given
-        self._known = self._decode(self._window).rstrip(_UNFINISHED)  # their text
+        self._known = self._decode(self._window)  # their text
 
     def push(self, token: int) -> str:
         """The text that is certain now and was not before; often empty."""
@@ -35,15 +35,16 @@ class Detokenizer:
         if self._is_byte(token):
             return ""
         text = self._decode(self._window)
-        if text.endswith(_UNFINISHED) or not text.startswith(self._known):
-            return ""
-        return self._give(text)
+        return "" if text.endswith(_UNFINISHED) else self._give(text)
 
     def flush(self) -> str:
         """What is left when no token follows; bytes that are no character come as U+FFFD."""
         return self._give(self._decode(self._window))
 
     def _give(self, text: str) -> str:
+        if not text.startswith(self._known):
+            # The prompt ends within a character, which the answer completes.
+            self._known = self._known.rstrip(_UNFINISHED)
         new = text[len(self._known) :]
         # The tokens just read are what the next ones are decoded behind, if they leave a mark of their own: behind a
         # text of nothing a leading space would be taken for the text's beginning, and dropped.
