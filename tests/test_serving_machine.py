@@ -4,25 +4,27 @@ with what it should end with, and no slot is lost. The engine is real, the model
 from __future__ import annotations
 
 import gc
+from contextlib import suppress
 
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from oracle import SMALL
 from tiny import VOCAB, make_model
 
 import orca_hf
-from orca_hf import CancelledError, CapacityError, DeadlineError, ForwardError, StoppedError
+from orca_hf import CancelledError, CapacityError, DeadlineError, ForwardError, OrcaConfig, StoppedError
 from orca_hf.engines import Engine
 from orca_hf.runner import ModelRunner
 from orca_hf.serving import ServingEngine
 
-"""A token's successor is itself plus one: every request's answer is known."""
+# So small that requests wait for slots, and prompts are cut into chunks.
+CONFIG = OrcaConfig(max_batch_size=3, max_batch_tokens=7, max_slots=64, block_size=4)
+EXPECTED_ERRORS = (CancelledError, DeadlineError, ForwardError, StoppedError)
 
 
-class Fault(Exception):
+class FaultError(Exception):
     """What a forward raises when it is told to."""
 
 
@@ -68,7 +70,7 @@ class ServingMachine(RuleBasedStateMachine):
         if ServingMachine.model is None:
             ServingMachine.model = make_model()
         self.now = 0.0
-        generate = orca_hf.wrap(orca_hf.unwrap(ServingMachine.model), SMALL).generate
+        generate = orca_hf.wrap(orca_hf.unwrap(ServingMachine.model), CONFIG).generate
         self.engine = ServingEngine(generate, clock=lambda: self.now)
         self.core: Engine = generate.engines[0]
         self.core.clock = lambda: self.now
@@ -96,13 +98,8 @@ class ServingMachine(RuleBasedStateMachine):
     @rule()
     def submit_too_much(self):
         if self.accepts:
-            self.core.scheduler.kv_manager, kept = (
-                type(self.core.scheduler.kv_manager)(4, 4),
-                self.core.scheduler.kv_manager,
-            )
             with pytest.raises(CapacityError):
-                self.engine.submit([5] * 9, max_new_tokens=9)
-            self.core.scheduler.kv_manager = kept
+                self.engine.submit([5] * 40, max_new_tokens=30)
 
     @precondition(lambda self: self.watched)
     @rule(index=st.integers(0, 50))
@@ -141,14 +138,14 @@ class ServingMachine(RuleBasedStateMachine):
         watch = self.watched[index % len(self.watched)]
         try:
             token = next(iter(watch.handle), None)
-        except (CancelledError, DeadlineError, ForwardError, StoppedError):
+        except EXPECTED_ERRORS:
             assert watch.handle.done()
         else:
             assert token == watch.expected()[0]
 
     @rule()
     def a_forward_raises(self):
-        self.runner.faults.append(Fault("in the forward"))
+        self.runner.faults.append(FaultError("in the forward"))
 
     @rule()
     def a_forward_runs_out_of_memory(self):
@@ -162,10 +159,8 @@ class ServingMachine(RuleBasedStateMachine):
     @rule()
     def the_driver_is_interrupted(self):
         self.runner.faults.append(KeyboardInterrupt())
-        try:
+        with suppress(KeyboardInterrupt):
             self.core.drive(lambda: not self.runner.faults)
-        except KeyboardInterrupt:
-            pass
         self.runner.faults = [fault for fault in self.runner.faults if not isinstance(fault, KeyboardInterrupt)]
 
     @rule()
@@ -235,10 +230,8 @@ class ServingMachine(RuleBasedStateMachine):
         self.runner.faults.clear()
         self.runner.most = 99
         for watch in self.watched:
-            try:
+            with suppress(*EXPECTED_ERRORS):
                 watch.handle.result(0 if watch.handle.done() else 1000)
-            except (CancelledError, DeadlineError, ForwardError, StoppedError):
-                pass
             assert watch.handle.done()
         self.nobody_drives_and_the_ledger_is_right()
         self.every_request_is_what_it_should_be()
