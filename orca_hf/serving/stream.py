@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -77,6 +78,7 @@ class Stream:
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.error: BaseException | None = None
+        self.traceback: TracebackType | None = None  # of the error, as it came
         self.streamer = streamer
         self._clock = clock
         self._on_end = on_end
@@ -185,6 +187,7 @@ class Stream:
             if self._done:
                 return
             self.error = error
+            self.traceback = None if error is None else error.__traceback__
             self._sequence = sequence
             self._end = self._clock()
             self._done = True
