@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from traceback import clear_frames
 from typing import TYPE_CHECKING
 
 from orca_hf.backoff import Backoff
@@ -89,6 +90,7 @@ class Engine:
         self._calls: dict[Generation, None] = {}  # those that are not done, by arrival
         self._ended: deque[Generation] = deque()  # done, and their listeners not told yet
         self._abandoned: deque[Generation] = deque()  # whose listeners are gone
+        self._num_submitted = 0  # of the calls, those that have a listener
         self._deadlines: list[tuple[float, int, Generation]] = []  # a heap; the number makes the order total
         self._in_flight: Iteration | None = None
         self._pending: dict[Generation, dict[int, Step]] = {}  # sampling steps by logits row, not handed out yet
@@ -202,6 +204,7 @@ class Engine:
             if generation.deadline is not None:
                 heappush(self._deadlines, (generation.deadline, generation.requests[0].request_id, generation))
             if generation.listener is not None:
+                self._num_submitted += 1
                 self._changed.notify_all()  # nobody waits for it in here, but a thread may wait for work
 
     def drive(self, until: Callable[[], bool], *, is_servant: bool = False) -> bool:
@@ -227,19 +230,23 @@ class Engine:
             self._stop_driving()
         return True
 
-    def serve(self, may_end: Callable[[], bool]) -> None:
+    def serve(self, *, stays: Callable[[], bool], may_end: Callable[[], bool]) -> None:
         """Drive whenever there is work and nobody else does.
 
         Args:
-            may_end: Asked with the lock held, whenever there is nothing to drive; `notice` has it asked again.
+            stays: Whether to wait for more when no submitted call is left; `notice` has it asked again.
+            may_end: Asked with the lock held when none is left; the end if so.
         """
         while True:
             with self._changed:
-                while self._driver is not None or self.scheduler.idle:
-                    if self.scheduler.idle and may_end():
+                while True:
+                    self._drop_unwanted()
+                    if self._num_submitted == 0 and may_end():
                         return
+                    if self._driver is None and not self.scheduler.idle:
+                        break
                     self._changed.wait()
-            self.drive(lambda: False, is_servant=True)
+            self.drive(lambda: self._num_submitted == 0 and not stays(), is_servant=True)
 
     def notice(self) -> None:
         """Have waiting threads look again."""
@@ -389,6 +396,7 @@ class Engine:
                 else:
                     failed = ForwardError(f"The model's forward raised {type(error).__name__}: {error}")
                     failed.__cause__ = error
+                    clear_frames(error.__traceback__)  # they hold a forward's tensors, and a handle may be kept
                     self._fail(generation, failed)
             self._check()
         self._tell_ended()
@@ -463,7 +471,9 @@ class Engine:
         del self._calls[generation]
         if generation.listener is None:
             self._changed.notify_all()  # its thread waits in here
-        elif generation.streamer is None:
+            return
+        self._num_submitted -= 1
+        if generation.streamer is None:
             generation.listener.ended()
         else:
             self._ended.append(generation)

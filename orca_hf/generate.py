@@ -145,6 +145,9 @@ class OrcaGenerate:
         has_streamer = arguments.get("streamer") is not None
         if has_streamer:
             arguments["streamer"] = _Deaf()
+            if reasons:  # generate() does not judge a streamer's mode for a decoding loop of ours
+                mode = merged.get_generation_mode(None)
+                self._private("_validate_generation_mode")(mode, merged, {"streamer": arguments["streamer"]})
 
         def look(model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> Preparation:
             call, why = None, reasons

@@ -60,7 +60,7 @@ class Driver:
 
     def _run(self) -> None:
         try:
-            self.engine.serve(self._may_end)
+            self.engine.serve(stays=lambda: self._lingers, may_end=self._may_end)
         except BaseException as error:
             logger.exception("The thread that drives the engine has died.")
             with self._lock:

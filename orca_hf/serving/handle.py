@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any, Protocol
 
@@ -34,8 +33,11 @@ class RequestHandle:
     def __init__(self, stream: Stream, server: Server) -> None:
         self._stream = stream
         self._server = server
-        if stream.streamer is None:
-            weakref.finalize(self, stream.abandon).atexit = False
+        self._has_streamer = stream.streamer is not None
+
+    def __del__(self) -> None:
+        if not self._has_streamer:
+            self._stream.abandon()
 
     @property
     def request_id(self) -> int | None:
@@ -143,5 +145,7 @@ class RequestHandle:
         return self._stream.sequence
 
     def _raise_error(self) -> None:
-        if self._stream.error is not None:
-            raise self._stream.error
+        stream = self._stream
+        if stream.error is not None:
+            # Its own traceback and no former reader's, whose frames would be kept and grow with every reading.
+            raise stream.error.with_traceback(stream.traceback)

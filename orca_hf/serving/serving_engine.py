@@ -30,6 +30,8 @@ from orca_hf.serving.stream import Stream
 from orca_hf.serving.submission import as_row, check_config, check_options
 from orca_hf.wrapping import orca_generate, wrap
 
+_DEAD = "The thread that drives the engine has died; enter serving() again."
+
 
 def engine(model: object, config: OrcaConfig | None = None) -> ServingEngine:
     """Serve a model's requests one by one; wraps it if it is not wrapped.
@@ -161,6 +163,8 @@ class ServingEngine:
         with self._lock:
             if self._serves:
                 self._driver(call.engine).start(linger=True)
+        if not self.is_healthy():  # it may have died after the request was accepted, and before it was there to be told
+            stream.cancel(StoppedError(_DEAD))
 
     def _accept(self, stream: Stream) -> None:
         with self._lock:
@@ -171,7 +175,7 @@ class ServingEngine:
         if not self._accepts:
             raise StoppedError("The engine has been told to stop and takes no requests; enter serving() again.")
         if not self.is_healthy():
-            raise StoppedError("The thread that drives the engine has died; enter serving() again.")
+            raise StoppedError(_DEAD)
 
     def _ended_one(self, stream: Stream) -> None:
         reason = "finished" if stream.error is None else stream.finish_reason

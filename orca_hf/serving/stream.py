@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -77,10 +78,12 @@ class Stream:
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.error: BaseException | None = None
+        self.traceback: TracebackType | None = None  # of the error, as it came
         self.streamer = streamer
         self._clock = clock
         self._on_end = on_end
         self._done = False
+        self._cancelled: BaseException | None = None
         self._sequence: Tensor | None = None
         self._changed = threading.Condition()
         self._readers: dict[asyncio.Future[None], asyncio.AbstractEventLoop] = {}
@@ -143,13 +146,16 @@ class Stream:
         if self._done or generation is None:
             return
         error = generation.error
-        if isinstance(error, UnsupportedError) and not self.tokens and self.fall_back is not None:
+        can_fall_back = not self.tokens and self._cancelled is None and self.fall_back is not None
+        if isinstance(error, UnsupportedError) and can_fall_back:
+            assert self.fall_back is not None
             self.generation = self.engine = None
             generation.close(discard=True)
             self.fall_back(str(error))
             return
         generation.close()
-        self.finish(error or self.end_streamer())
+        unheard = self.end_streamer()
+        self.finish(error or unheard)
 
     def wake(self) -> None:
         """Have readers look again."""
@@ -158,7 +164,7 @@ class Stream:
 
     # What its owner tells.
 
-    def end_streamer(self) -> Exception | None:
+    def end_streamer(self) -> BaseException | None:
         """Tell the user's streamer, once, that nothing more comes.
 
         Returns:
@@ -168,7 +174,10 @@ class Stream:
         try:
             if streamer is not None:
                 streamer.end()
-        except Exception as error:  # noqa: BLE001 - the user's code; the request's readers see it
+        except BaseException as error:
+            # The user's code, whose errors the request's readers see; but Ctrl-C comes to the main thread as well.
+            if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
+                raise
             return error
         return None
 
@@ -178,6 +187,7 @@ class Stream:
             if self._done:
                 return
             self.error = error
+            self.traceback = None if error is None else error.__traceback__
             self._sequence = sequence
             self._end = self._clock()
             self._done = True
@@ -186,10 +196,11 @@ class Stream:
 
     def cancel(self, error: BaseException) -> None:
         """End it with `error`, unless it has ended; may be called again."""
+        self._cancelled = error
         engine, generation = self.engine, self.generation
         if engine is not None and generation is not None:
             engine.cancel(generation, error)
-        else:
+        if self.engine is None:  # native generate() has it, perhaps since a moment ago
             self.finish(error)
 
     def abandon(self) -> None:
