@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -61,7 +61,8 @@ class Live:
         limit = time.monotonic() + PATIENCE
         with pytest.raises(ConnectionRefusedError):
             while time.monotonic() < limit:
-                socket.create_connection(self.address, PATIENCE).close()
+                with suppress(ConnectionResetError):  # it was in the queue when the socket closed
+                    socket.create_connection(self.address, PATIENCE).close()
 
     def join(self) -> None:
         self.thread.join(PATIENCE)

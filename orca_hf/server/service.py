@@ -5,9 +5,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from orca_hf.errors import StoppedError
+from orca_hf.runner import input_device
 from orca_hf.server.answers import Answer, Answers
 from orca_hf.server.errors import ApiError, bad_request
 from orca_hf.server.limits import Limits, Ticket
@@ -50,6 +52,7 @@ class Service:
         self.texts = TokenTexts(tokenizer)
         vocab_size = model.config.get_text_config().vocab_size
         self.options = OptionsReader(model, vocab_size, Grammars(tokenizer, vocab_size, _eos_token_ids(model)))
+        self._device = input_device(model)
         self._running: set[Answers] = set()
         self._is_over = False
         # One thread: tokenizers are not made for several, and templates and schemas of clients get no more than this.
@@ -152,6 +155,8 @@ class Service:
         try:
             return self.engine.submit(
                 prompt,
+                # Otherwise generate() takes a pad token in the prompt for padding, and a template may end turns by it.
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long, device=self._device),
                 max_new_tokens=length,
                 seed=options.seed_of(answer),
                 logprobs=options.logprobs,

@@ -187,6 +187,16 @@ def test_no_end_of_sequence_ends_an_answer_that_ignores_it(client):
     assert (went_on.choices[0].finish_reason, went_on.usage.completion_tokens) == ("length", 9)
 
 
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_pad_token_in_a_prompt_is_a_token(client, native, ignore_eos):
+    prompt = [*tokens_of("ok"), TOKENIZER.pad_token_id, *tokens_of("ends")]
+    mask = torch.ones(1, len(prompt), dtype=torch.long)
+    tokens = native(prompt, attention_mask=mask, eos_token_id=None if ignore_eos else EOS)[0]
+    got = client.completions.create(prompt=prompt, max_tokens=16, extra_body={"ignore_eos": ignore_eos}, **GREEDY)
+    assert got.choices[0].text == text_of(prompt, tokens)
+    assert text_of(prompt, tokens) != text_of(prompt, native(prompt)[0])
+
+
 def test_the_engine_stops_with_a_stop_string(client, native):
     prompt = tokens_of("stop! ok")
     text = text_of(prompt, native(prompt, max_new_tokens=60)[0])
