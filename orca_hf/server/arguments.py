@@ -10,7 +10,7 @@ def add_serve(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser("serve", help=about, description=about)
     parser.add_argument("model", metavar="MODEL", help="a folder or hub id")
     parser.add_argument("--served-model-name", nargs="+", metavar="NAME", help="what requests call it (default: MODEL)")
-    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
     parser.add_argument("--device", default="auto", help="as from_pretrained's device_map (default: auto)")
     parser.add_argument("--revision", help="of a hub id")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")

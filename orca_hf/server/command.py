@@ -40,23 +40,27 @@ def run_serve(given: Namespace, write: Callable[[str], object]) -> int:
         block_size=given.block_size,
         deterministic=given.deterministic,
     )
-    listener = bind(given.host, given.port)
-    write(f"Loading {given.model} ...")
-    model, tokenizer = _load(given, config)
-    settings = ServerSettings(
-        model_names=tuple(given.served_model_name or [_name_of(given.model)]),
-        max_model_len=_model_len(model, given.max_model_len),
-        api_keys=keys,
-        hosts=hosts,
-        max_open=given.max_num_seqs + given.max_queue,
-        max_per_client=given.max_requests_per_key,
-        max_body_bytes=given.max_body_bytes,
-        default_max_tokens=given.default_max_tokens,
-        grace=given.grace,
-    )
-    app = make_app(orca_hf.engine(model), model, tokenizer, settings)
-    write(f"Serving {settings.model_names[0]} on http://{_address(listener)}")
-    Server(app, settings, log_level=given.log_level).run([listener])
+    with bind(given.host, given.port) as listener:
+        write(f"Loading {given.model} ...")
+        model, tokenizer = _load(given, config)
+        engine = orca_hf.engine(model)
+        settings = ServerSettings(
+            model_names=tuple(given.served_model_name or [_name_of(given.model)]),
+            max_model_len=_model_len(model, engine.stats().num_slots, given.max_model_len),
+            api_keys=keys,
+            hosts=hosts,
+            max_open=given.max_num_seqs + given.max_queue,
+            max_per_client=given.max_requests_per_key,
+            max_body_bytes=given.max_body_bytes,
+            default_max_tokens=given.default_max_tokens,
+            grace=given.grace,
+        )
+        app = make_app(engine, model, tokenizer, settings)
+        write(f"Serving {settings.model_names[0]} on http://{_address(listener)}")
+        try:
+            Server(app, settings, log_level=given.log_level).run([listener])
+        except KeyboardInterrupt:  # uvicorn ends in order, and then repeats the signal
+            return 130
     return 0
 
 
@@ -155,10 +159,10 @@ def _name_of(model: str) -> str:
     return os.path.basename(os.path.realpath(model)) if os.path.isdir(model) else model
 
 
-def _model_len(model: PreTrainedModel, asked: int | None) -> int:
-    own = max_positions(model) or getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if asked is None:
-        return own or _UNLIMITED
-    if own is not None and asked > own:
-        raise ConfigError(f"--max-model-len is {asked}, but the model has {own} positions.")
-    return asked
+def _model_len(model: PreTrainedModel, num_slots: int, asked: int | None) -> int:
+    """How long prompt and answer may be together: as asked, or as long as model and K/V memory allow."""
+    limits = {"the model has {} positions": max_positions(model), "the K/V memory has {} slots": num_slots or None}
+    for words, limit in limits.items():
+        if asked is not None and limit is not None and asked > limit:
+            raise ConfigError(f"--max-model-len is {asked}, but {words.format(limit)}.")
+    return asked or min((limit for limit in limits.values() if limit is not None), default=_UNLIMITED)

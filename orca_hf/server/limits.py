@@ -89,7 +89,7 @@ class Guard:
         self, app: ASGIApp, *, api_keys: Sequence[str], hosts: Sequence[str] | None, max_body_bytes: int
     ) -> None:
         self._app = app
-        self._digests = [_digest(key) for key in api_keys]
+        self._digests = [_digest(key.encode()) for key in api_keys]
         self._hosts = hosts
         self._max_body_bytes = max_body_bytes
 
@@ -107,12 +107,12 @@ class Guard:
         await self._app(scope, self._bounded(receive), send)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
-        if self._hosts is not None and _host_name(headers.get("host", "")) not in self._hosts:
+        if self._hosts is not None and _host_name(headers.get("host", "").lower()) not in self._hosts:
             raise ApiError(421, f"This server answers to {', '.join(self._hosts)}.", code="wrong_host")
         scope["client_name"] = (scope.get("client") or ("unknown",))[0]
         if self._digests and scope["path"] not in _OPEN_PATHS:
             scheme, _, key = headers.get("authorization", "").partition(" ")
-            digest = _digest(key.strip())
+            digest = _digest(key.strip().encode("latin-1"))  # the bytes that were sent
             # Every key is compared, each in constant time: how long it takes says nothing about any.
             fits = [hmac.compare_digest(digest, own) for own in self._digests]
             if scheme.lower() != "bearer" or not any(fits):
@@ -141,8 +141,8 @@ class Guard:
         return ApiError(413, f"The body is larger than {self._max_body_bytes} bytes.", code="body_too_large")
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
 
 
 def _host_name(host: str) -> str:

@@ -36,7 +36,7 @@ class Options:
 
     def seed_of(self, answer: int) -> int | None:
         """The seed of one of the answers."""
-        return None if self.seed is None else (self.seed + answer) % 2**63
+        return None if self.seed is None else self.seed + answer
 
 
 class OptionsReader:

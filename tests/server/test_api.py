@@ -2,6 +2,7 @@
 
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -99,6 +100,17 @@ def test_a_chat_is_native_on_its_template(client, native, stream, limit):
     assert reasons == ["stop" if tokens[-1] == EOS else "length"]
 
 
+def test_clients_at_once_share_iterations_and_get_what_they_would_alone(served, native):
+    prompts = [[*tokens_of("ok ends"), 10 + i] for i in range(12)]
+    create = served.openai().completions.create
+    with ThreadPoolExecutor(12) as pool:
+        got = list(pool.map(lambda prompt: create(prompt=prompt, max_tokens=40, **GREEDY), prompts))
+    for answer, prompt in zip(got, prompts, strict=True):
+        assert answer.choices[0].text == text_of(prompt, native(prompt, max_new_tokens=40)[0])
+    with served.http() as http:
+        assert max(len(each["shares"]) for each in http.get("/status.json").json()["recent"]) > 1
+
+
 def collected(got, stream, text):
     """Texts and finish reasons, by index."""
     texts, reasons = {}, {}
@@ -126,9 +138,7 @@ SAMPLED = {
 def test_a_seed_gives_natives_draws(client, native, case):
     plain, extra = SAMPLED[case]
     options = {**plain, **{key: max(value, 0) for key, value in extra.items()}}
-    got = client.completions.create(
-        model="tiny", prompt="ok", seed=7, n=3, max_tokens=16, extra_body=extra, **plain
-    )
+    got = client.completions.create(model="tiny", prompt="ok", seed=7, n=3, max_tokens=16, extra_body=extra, **plain)
     prompt = tokens_of("ok")
     expected = [text_of(prompt, native(prompt, seed, **options)[0]) for seed in (7, 8, 9)]
     assert [choice.text for choice in got.choices] == expected
@@ -277,7 +287,7 @@ def test_models_are_listed_and_found(client):
     assert client.models.retrieve("tiny").model_extra["max_model_len"] == 256
     with pytest.raises(NotFoundError, match="no model 'other' here, but tiny"):
         client.models.retrieve("other")
-    with pytest.raises(NotFoundError, match="no model '../../etc/passwd' here"):
+    with pytest.raises(NotFoundError, match="no model '../../etc/passwd' here".replace(".", r"\.")):
         client.completions.create(model="../../etc/passwd", prompt="ok")
 
 
@@ -301,7 +311,7 @@ WRONG = {
     "a temperature": ({"temperature": 3}, "temperature: Input should be less than or equal to 2"),
     "no number": ({"temperature": float("nan")}, "temperature"),
     "too long": ({"max_tokens": 300}, "The prompt has 2 tokens and asks for 300 more; this model takes 256"),
-    "a prompt too long": ({"prompt": [5] * 256}, "The prompt has 256 tokens and asks for 2 more; this model takes 256 together"),
+    "a prompt too long": ({"prompt": [5] * 256}, "this model takes 256 together"),
     "no prompt": ({"prompt": ""}, "The prompt has no tokens"),
     "no prompts": ({"prompt": []}, "prompt"),
     "a foreign token": ({"prompt": [5, VOCAB]}, f"token id {VOCAB}"),

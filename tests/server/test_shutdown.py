@@ -97,7 +97,17 @@ def test_the_command_serves_a_folder_until_sigterm(tmp_path):
     model = make_model("llama")
     model.save_pretrained(tmp_path / "tiny")
     TOKENIZER.save_pretrained(tmp_path / "tiny")
-    command = [sys.executable, "-m", "orca_hf.cli", "serve", str(tmp_path / "tiny"), "--port", "0", "--log-level", "error"]
+    command = [
+        sys.executable,
+        "-m",
+        "orca_hf.cli",
+        "serve",
+        str(tmp_path / "tiny"),
+        "--port",
+        "0",
+        "--log-level",
+        "error",
+    ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     guard = threading.Timer(4 * PATIENCE, process.kill)
@@ -118,7 +128,7 @@ def test_the_command_serves_a_folder_until_sigterm(tmp_path):
                 events = [line for line in [first, *lines] if line]
         assert events[-1] == "data: [DONE]"
         assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
-        assert process.wait(PATIENCE) == -signal.SIGTERM
+        assert process.wait(PATIENCE) in (0, -signal.SIGTERM)  # uvicorn repeats the signal when all is done
     finally:
         guard.cancel()
         process.kill()

@@ -25,8 +25,13 @@ SCHEMAS = {
     "a choice": {"enum": ["ok", "stop"]},
     "a truth": {"type": "boolean"},
     "a pattern": {"type": "string", "pattern": "^(ab)+$", "maxLength": 8},
-    "a reference": {"$defs": {"d": {"enum": ["a", "b"]}}, "type": "array", "items": {"$ref": "#/$defs/d"}, "maxItems": 2},
-}  # fmt: skip
+    "a reference": {
+        "$defs": {"d": {"enum": ["a", "b"]}},
+        "type": "array",
+        "items": {"$ref": "#/$defs/d"},
+        "maxItems": 2,
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +67,7 @@ def test_every_answer_follows_its_schema(served, name, temperature):
 def test_a_json_object_is_one(served):
     got = served.openai().completions.create(
         model="tiny", prompt="ok", max_tokens=300, temperature=0,
-        logit_bias={token: 50 for token in TOKENIZER("{}").input_ids},
+        logit_bias=dict.fromkeys(TOKENIZER("{}").input_ids, 50),
         extra_body={"response_format": {"type": "json_object"}},
     )  # fmt: skip
     assert isinstance(json.loads(got.choices[0].text), dict)
@@ -107,7 +112,10 @@ def test_without_llguidance_the_answer_says_what_to_install(served, monkeypatch)
 
 @pytest.mark.parametrize(
     ("tokenizer", "eos", "words"),
-    [(TOKENIZER, None, "no end-of-sequence token"), (sentencepiece(fallback=False), 2, "cannot work with this model's")],
+    [
+        (TOKENIZER, None, "no end-of-sequence token"),
+        (sentencepiece(fallback=False), 2, "cannot work with this model's"),
+    ],
 )
 def test_a_model_that_cannot_give_json_says_why(tokenizer, eos, words):
     model = make_model("llama", vocab_size=VOCAB)
