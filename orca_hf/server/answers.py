@@ -1,6 +1,7 @@
 """The answers to one request while they are being made: tokens of several handles to pieces of text, in one stream."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,12 +41,14 @@ class Answer:
         prompt: The tokens before it.
         handle: The engine's; None for an answer of no tokens.
         num_tokens: Tokens so far.
+        ended: When its last piece was made, on the monotonic clock; None before, and if it was given up.
     """
 
     index: int
     prompt: Sequence[int]
     handle: RequestHandle | None
     num_tokens: int = field(default=0, init=False)
+    ended: float | None = field(default=None, init=False)
 
 
 class Answers:
@@ -148,6 +151,7 @@ class _Reader:
     async def pieces(self) -> AsyncIterator[Piece]:
         over = False
         async for token in self._handle:
+            await asyncio.sleep(0)  # tokens that are there already must not keep the loop from other requests
             if over:
                 continue  # read on for log-probabilities, which come at the end of what runs natively
             self._answer.num_tokens += 1
@@ -161,6 +165,7 @@ class _Reader:
                 yield self._take()
         if not over:
             self._text += self._stops.push(self._detokenizer.flush()) + self._stops.flush()
+        self._answer.ended = time.monotonic()
         yield self._take("stop" if self._stops.found else self._handle.finish_reason)
 
     def _has_logprobs(self) -> bool:

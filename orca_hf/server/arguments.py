@@ -58,6 +58,10 @@ def _add_limits(group: Any) -> None:
         "--max-requests-per-key", type=_positive, default=256,
         help="open at once; of an address, where there are no keys (default: 256)",
     )  # fmt: skip
+    group.add_argument(
+        "--stall-timeout", type=_seconds, default=120.0, metavar="SECONDS",
+        help="after which a client that does not read its stream loses it (default: 120)",
+    )  # fmt: skip
     group.add_argument("--max-body-bytes", type=_positive, default=4 * 2**20, help="of a request (default: 4 MiB)")
 
 

@@ -53,6 +53,7 @@ def run_serve(given: Namespace, write: Callable[[str], object]) -> int:
             max_per_client=given.max_requests_per_key,
             max_body_bytes=given.max_body_bytes,
             default_max_tokens=given.default_max_tokens,
+            stall_timeout=given.stall_timeout,
             grace=given.grace,
         )
         app = make_app(engine, model, tokenizer, settings)

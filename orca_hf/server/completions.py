@@ -30,7 +30,7 @@ async def completion(service: Service, body: CompletionRequest, request: Request
     except BaseException:
         answers.close()
         raise
-    return await _respond(body, request, answers, writer, sum(map(len, prompts)))
+    return await _respond(service, body, request, answers, writer, sum(map(len, prompts)))
 
 
 async def chat_completion(service: Service, body: ChatRequest, request: Request) -> Response:
@@ -38,10 +38,11 @@ async def chat_completion(service: Service, body: ChatRequest, request: Request)
     answers, options, prompts = await service.start(body, request.scope["client_name"])
     with_logprobs = options.logprobs is not None
     writer = ChatWriter(service.settings.model_names[0], service.texts, with_logprobs=with_logprobs)
-    return await _respond(body, request, answers, writer, sum(map(len, prompts)))
+    return await _respond(service, body, request, answers, writer, sum(map(len, prompts)))
 
 
 async def _respond(
+    service: Service,
     body: GenerationRequest,
     request: Request,
     answers: Answers,
@@ -61,7 +62,7 @@ async def _respond(
             if with_usage:
                 yield writer.usage_chunk(used())
 
-        return EventStream(chunks(), answers.close)
+        return EventStream(chunks(), service.settings.stall_timeout, answers.close)
     try:
         choices = await until_gone(_collect(answers), request.receive)
     finally:

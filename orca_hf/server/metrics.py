@@ -63,14 +63,19 @@ class Metrics:
         """A response has gone out."""
         self._responses.labels(route, str(status)).inc()
 
-    def ended(self, timings: Timings, num_tokens: int) -> None:
-        """An answer is over; `timings` are its handle's."""
+    def ended(self, timings: Timings, end: float, num_tokens: int) -> None:
+        """An answer is over.
+
+        Args:
+            timings: Its handle's.
+            end: When, on the same clock; a stop string ends an answer before its request.
+            num_tokens: How many it has.
+        """
+        self._request.observe(end - timings.arrival)
         if timings.first_token is not None:
             self._first_token.observe(timings.first_token - timings.arrival)
-        if timings.end is not None:
-            self._request.observe(timings.end - timings.arrival)
-            if timings.first_token is not None and num_tokens > 1:
-                self._per_token.observe((timings.end - timings.first_token) / (num_tokens - 1))
+            if num_tokens > 1:
+                self._per_token.observe((end - timings.first_token) / (num_tokens - 1))
 
     def text(self) -> bytes:
         """Everything, in Prometheus' text format."""

@@ -172,8 +172,8 @@ class Service:
         self._running.discard(answers)
         ticket.give_back()
         for answer in answers.answers:
-            if answer.handle is not None:
-                self.metrics.ended(answer.handle.timings, answer.num_tokens)
+            if answer.handle is not None and answer.ended is not None:
+                self.metrics.ended(answer.handle.timings, answer.ended, answer.num_tokens)
 
 
 def _shutting_down() -> ApiError:

@@ -16,6 +16,7 @@ class ServerSettings:
         max_per_client: Requests at once of one key, or of one address where there are no keys.
         max_body_bytes: Of a request.
         default_max_tokens: Longest answer of a chat that does not say how long it may be.
+        stall_timeout: Seconds for which a client may read nothing of a stream that is there for it.
         grace: Seconds that running requests get when the server is told to stop.
     """
 
@@ -27,4 +28,5 @@ class ServerSettings:
     max_per_client: int = 256
     max_body_bytes: int = 4 * 2**20
     default_max_tokens: int = 1024
+    stall_timeout: float = 120.0
     grace: float = 30.0

@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import anyio
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -23,21 +24,27 @@ class EventStream(Response):
 
     Args:
         chunks: The objects.
+        stall_timeout: Seconds to wait for a client that does not read.
         on_close: Called when the stream is over, in whatever way, begun or not.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncIterator[dict[str, Any]], on_close: Callable[[], object]) -> None:
+    def __init__(
+        self, chunks: AsyncIterator[dict[str, Any]], stall_timeout: float, on_close: Callable[[], object]
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._chunks = chunks
+        self._stall_timeout = stall_timeout
         self._on_close = on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Writes the stream, until it is over or the client goes away."""
         try:
             await until_gone(self._write(send), receive)
+        except TimeoutError:
+            logger.warning("A client has read nothing for %s seconds; its stream ends.", self._stall_timeout)
         finally:
             self._on_close()
 
@@ -47,7 +54,7 @@ class EventStream(Response):
             async for chunk in self._chunks:
                 await self._send_event(send, as_json(chunk))
         except OSError:
-            raise  # the client's side is closed
+            raise  # the client is gone, or as good as that: a TimeoutError is one
         except Exception as error:
             answer = as_api_error(error)
             if answer.status_code == 500:
@@ -56,9 +63,10 @@ class EventStream(Response):
         await self._send_event(send, "[DONE]")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    @staticmethod
-    async def _send_event(send: Send, data: str) -> None:
-        await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+    async def _send_event(self, send: Send, data: str) -> None:
+        event = {"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True}
+        with anyio.fail_after(self._stall_timeout):  # before Python 3.12 asyncio.wait_for can lose a cancellation
+            await send(event)
 
 
 def as_json(value: Any) -> str:

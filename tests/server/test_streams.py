@@ -23,6 +23,16 @@ def emoji():
         yield running
 
 
+def saying(text):
+    """A tokenizer whose every token is this text."""
+
+    class Saying(type(TOKENIZER)):
+        def decode(self, ids, **options):
+            return text * len(ids)
+
+    return Saying(tokenizer_object=TOKENIZER.backend_tokenizer, eos_token="<eos>")
+
+
 def events(text):
     blocks = text.split("\n\n")
     assert blocks[-1] == ""
@@ -108,12 +118,7 @@ def test_spaces_of_sentencepiece_stay_where_they_belong(fallback):
 
 
 def test_line_ends_of_other_worlds_do_not_break_events():
-    class Odd(type(TOKENIZER)):
-        def decode(self, ids, **options):
-            return "\x85\u2028\r\n" * len(ids)
-
-    odd = Odd(tokenizer_object=TOKENIZER.backend_tokenizer, eos_token="<eos>")
-    with faked(FakeEngine([5, 6]), odd) as running, running.http() as client:
+    with faked(FakeEngine([5, 6]), saying("\x85\u2028\r\n")) as running, running.http() as client:
         text = client.post("/v1/completions", json={"prompt": "k", "stream": True}).text
         assert len(text.splitlines()) == 2 * len(text.split("\n\n")) - 2
         assert "".join(event["choices"][0]["text"] for event in events(text)) == "\x85\u2028\r\n" * 2
@@ -151,14 +156,30 @@ def test_an_engine_that_fails_mid_stream_is_told_without_its_words():
         assert second.cancelled.wait(PATIENCE)
 
 
+# More than sockets hold.
+FLOOD = {"tokenizer": saying("x" * 4096), "tokens": [5] * 3000}
+
+
 def test_a_client_that_does_not_read_holds_nobody_up():
     engine = FakeEngine()
-    with faked(engine, TOKENIZER) as running, running.http() as lazy, running.http() as client:
+    with faked(engine, FLOOD["tokenizer"]) as running, running.http() as lazy, running.http() as client:
         request = lazy.build_request("POST", "/v1/completions", json={"prompt": "k", "stream": True, "max_tokens": 100})
         response = lazy.send(request, stream=True)
         (handle,) = engine.wait_for(1)
-        handle.say(*(tokens_of("k") * 20_000))  # more than the sockets hold
+        handle.say(*FLOOD["tokens"])
         answer = client.post("/tokenize", json={"prompt": "ok"})
         assert answer.json()["tokens"] == tokens_of("ok")
         response.close()
+        assert handle.cancelled.wait(PATIENCE)
+
+
+def test_a_client_that_never_reads_loses_its_stream():
+    engine = FakeEngine()
+    with faked(engine, FLOOD["tokenizer"], stall_timeout=0.1) as running, socket.socket() as lazy:
+        lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        lazy.connect(running.address)
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        lazy.sendall(head + b'Content-Length: 29\r\n\r\n{"prompt":"k", "stream":true}')
+        (handle,) = engine.wait_for(1)
+        handle.say(*FLOOD["tokens"])
         assert handle.cancelled.wait(PATIENCE)
