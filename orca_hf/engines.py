@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from heapq import heappop, heappush
 from traceback import clear_frames
 from typing import TYPE_CHECKING
 
 from orca_hf.backoff import Backoff
+from orca_hf.calls import Calls
 from orca_hf.config import OrcaConfig
-from orca_hf.errors import CancelledError, DeadlineError, ForwardError, OrcaError, UnsupportedError
+from orca_hf.errors import ForwardError, OrcaError, UnsupportedError
 from orca_hf.kv_manager import KVManager
 from orca_hf.request import Request
 from orca_hf.runner import ModelRunner
@@ -26,37 +24,10 @@ from orca_hf.sampling import Generation, greedy_tokens
 from orca_hf.scheduler import Iteration, Scheduler, Step
 from orca_hf.trial import try_out
 from orca_hf.warping import RowProbabilities, select_rows
-from orca_hf.work import Work
+from orca_hf.work import EngineStats, Work
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """The engine's state at one moment, and its work so far.
-
-    Attributes:
-        num_waiting: Requests that hold no slots yet.
-        num_admitted: Requests that hold slots.
-        num_slots: Slots there are.
-        num_reserved: Slots reserved.
-        num_used: Slots of these whose K/V are computed.
-        num_iterations: Iterations run.
-        num_tokens: Tokens that went through the model.
-        kv_bytes: K/V memory that is set aside.
-        packed_bytes: Memory of packed weights.
-    """
-
-    num_waiting: int
-    num_admitted: int
-    num_slots: int
-    num_reserved: int
-    num_used: int
-    num_iterations: int
-    num_tokens: int
-    kv_bytes: int
-    packed_bytes: int
 
 
 class Engine:
@@ -83,15 +54,12 @@ class Engine:
         try_out(runner)
         self.work = Work()
         self.clock: Callable[[], float] = time.monotonic
-        self._use(self._make_scheduler())
+        self.scheduler = self._make_scheduler()
+        self._backoff = Backoff(self.scheduler)
         self._changed = threading.Condition()  # guards the scheduler; notified when a driver stops, or work comes
         self._driver: int | None = None  # the driving thread
         self._is_servant = False  # whether that thread is none of the user's
-        self._calls: dict[Generation, None] = {}  # those that are not done, by arrival
-        self._ended: deque[Generation] = deque()  # done, and their listeners not told yet
-        self._abandoned: deque[Generation] = deque()  # whose listeners are gone
-        self._num_submitted = 0  # of the calls, those that have a listener
-        self._deadlines: list[tuple[float, int, Generation]] = []  # a heap; the number makes the order total
+        self._calls = Calls()
         self._in_flight: Iteration | None = None
         self._pending: dict[Generation, dict[int, Step]] = {}  # sampling steps by logits row, not handed out yet
         self._num_iterations = 0
@@ -107,7 +75,8 @@ class Engine:
             max_batch_tokens=self.config.max_batch_tokens,
         )
 
-    def _use(self, scheduler: Scheduler) -> None:
+    def _replace_scheduler(self, scheduler: Scheduler) -> None:
+        scheduler.number_on(self.scheduler)
         self.scheduler = scheduler
         self._backoff = Backoff(scheduler)
 
@@ -117,7 +86,7 @@ class Engine:
         with self._changed:
             self._drop_unwanted()
             kv = self.scheduler.kv_manager
-            return EngineStats(
+            stats = EngineStats(
                 num_waiting=self.scheduler.num_waiting,
                 num_admitted=self.scheduler.num_admitted,
                 num_slots=kv.num_slots,
@@ -128,6 +97,10 @@ class Engine:
                 kv_bytes=self.runner.pool.num_bytes,
                 packed_bytes=self.runner.packed.num_bytes,
             )
+            is_driven = self._driver is not None
+        if not is_driven:
+            self._tell_ended()
+        return stats
 
     @property
     def idle(self) -> bool:
@@ -155,7 +128,7 @@ class Engine:
         with self._changed:
             if self.idle and not self.runner.pool.layers:
                 # Its memory was given back, and may have become scarce since.
-                self._use(self._make_scheduler())
+                self._replace_scheduler(self._make_scheduler())
             kv = self.scheduler.kv_manager
         for prompt_len in prompt_lens:
             kv.check_fits(prompt_len, max_new_tokens)
@@ -198,13 +171,10 @@ class Engine:
             for request in generation.requests:
                 # Another call may have found less memory since this one was judged.
                 self.scheduler.kv_manager.check_fits(len(request.prompt), request.max_new_tokens)
-            self._calls[generation] = None
             for request in generation.requests:
                 self.scheduler.submit(request)
-            if generation.deadline is not None:
-                heappush(self._deadlines, (generation.deadline, generation.requests[0].request_id, generation))
+            self._calls.enter(generation)
             if generation.listener is not None:
-                self._num_submitted += 1
                 self._changed.notify_all()  # nobody waits for it in here, but a thread may wait for work
 
     def drive(self, until: Callable[[], bool], *, is_servant: bool = False) -> bool:
@@ -241,12 +211,13 @@ class Engine:
             with self._changed:
                 while True:
                     self._drop_unwanted()
-                    if self._num_submitted == 0 and may_end():
+                    if self._calls.num_submitted == 0 and may_end():
                         return
-                    if self._driver is None and not self.scheduler.idle:
+                    if self._calls.ended or (self._driver is None and not self.scheduler.idle):
                         break
                     self._changed.wait()
-            self.drive(lambda: self._num_submitted == 0 and not stays(), is_servant=True)
+            self._tell_ended()
+            self.drive(lambda: self._calls.num_submitted == 0 and not stays(), is_servant=True)
 
     def notice(self) -> None:
         """Have waiting threads look again."""
@@ -264,13 +235,14 @@ class Engine:
 
     def abandon(self, generation: Generation) -> None:
         """Have a call cancelled by the next who looks. Takes no lock: the garbage collector may call it anywhere."""
-        self._abandoned.append(generation)
+        self._calls.abandon(generation)
 
     def fail_submitted(self, error: BaseException) -> None:
         """End every call that no thread waits for in here: nobody is left to serve them."""
         with self._changed:
-            for generation in [each for each in self._calls if each.listener is not None]:
-                self._fail(generation, error)
+            for generation in self._calls:
+                if generation.listener is not None:
+                    self._fail(generation, error)
         self._tell_ended()
 
     def release(self) -> bool:
@@ -314,22 +286,22 @@ class Engine:
 
     def _drop_unwanted(self) -> None:
         """End calls that nobody wants any more, or whose time is over; the lock is held."""
-        while self._abandoned:
-            self._fail(self._abandoned.popleft(), CancelledError("Its handle is gone, so that nobody can read it."))
-        while self._deadlines and self._deadlines[0][0] <= self.clock():
-            generation = heappop(self._deadlines)[2]
-            if not generation.done:
-                self._fail(generation, DeadlineError("The request's deadline has passed before its end."))
+        for generation, error in self._calls.unwanted(self.clock()):
+            self._fail(generation, error)
 
     def _tell_ended(self) -> None:
         """Tell listeners, whose streamers run a user's code, that their calls are done; without the lock."""
-        while self._ended:
-            generation = self._ended[0]
-            assert generation.listener is not None
-            generation.listener.ended()
+        ended = self._calls.ended
+        while ended:
             with self._changed:
-                if self._ended and self._ended[0] is generation:
-                    self._ended.popleft()
+                if not ended:
+                    return
+                generation = ended[0]
+            assert generation.listener is not None
+            generation.listener.ended()  # it stays until it has been told, whatever interrupts
+            with self._changed:
+                if ended and ended[0] is generation:
+                    ended.popleft()
 
     def _recover(self) -> None:
         """Make the state whole after an interruption, at whatever point it came; the lock is held."""
@@ -349,10 +321,10 @@ class Engine:
     def _check(self) -> None:
         """Begin anew with an empty ledger should this one contradict itself; the lock is held."""
         if faults := self.scheduler.faults():
-            for generation in tuple(self._calls):
+            for generation in self._calls:
                 self._fail(generation, _defect("; ".join(faults)))
             kv = self.scheduler.kv_manager
-            self._use(self._scheduler_of(kv.num_slots))
+            self._replace_scheduler(self._scheduler_of(kv.num_slots))
 
     def _run_one_iteration(self) -> None:
         with self._changed:
@@ -362,7 +334,7 @@ class Engine:
             iteration = self._in_flight = self.scheduler.schedule()
             if iteration is None:
                 state = f"{self.scheduler.num_waiting} waiting, {self.scheduler.num_admitted} admitted"
-                for generation in tuple(self._calls):
+                for generation in self._calls:
                     self._fail(generation, _defect(f"unfinished requests and none that can run: {state}"))
                 return
         began = self.clock()
@@ -466,24 +438,22 @@ class Engine:
 
     def _leave(self, generation: Generation) -> None:
         """A call is done; the lock is held."""
-        if generation not in self._calls:
+        if not self._calls.leave(generation):
             return
-        del self._calls[generation]
         if generation.listener is None:
             self._changed.notify_all()  # its thread waits in here
             return
-        self._num_submitted -= 1
         if generation.streamer is None:
             generation.listener.ended()
         else:
-            self._ended.append(generation)
+            self._calls.ended.append(generation)
 
     def _end(self, generation: Generation) -> None:
         """A call's thread leaves: whatever of it is not over is cancelled."""
         with self._changed:
             for request in generation.requests:
                 self.scheduler.cancel(request)
-            self._calls.pop(generation, None)
+            self._calls.leave(generation)
             if self.config.free_when_idle and self.idle:
                 self.runner.release()
 

@@ -103,6 +103,10 @@ class Scheduler:
             found.append("a request is in flight without an iteration")
         return found
 
+    def number_on(self, other: "Scheduler") -> None:
+        """Go on with the arrival numbers of `other`, in whose place this one comes."""
+        self._next_id = other._next_id
+
     def submit(self, request: Request) -> None:
         """Put `request` into the pool.
 

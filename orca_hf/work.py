@@ -56,6 +56,33 @@ class WorkDone:
     recent: tuple[IterationRecord, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The engine's state at one moment, and its work so far.
+
+    Attributes:
+        num_waiting: Requests that hold no slots yet.
+        num_admitted: Requests that hold slots.
+        num_slots: Slots there are.
+        num_reserved: Slots reserved.
+        num_used: Slots of these whose K/V are computed.
+        num_iterations: Iterations run.
+        num_tokens: Tokens that went through the model.
+        kv_bytes: K/V memory that is set aside.
+        packed_bytes: Memory of packed weights.
+    """
+
+    num_waiting: int
+    num_admitted: int
+    num_slots: int
+    num_reserved: int
+    num_used: int
+    num_iterations: int
+    num_tokens: int
+    kv_bytes: int
+    packed_bytes: int
+
+
 class Work:
     """Counts the work of one model's engines, one after another or at the same time."""
 

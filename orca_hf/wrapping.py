@@ -7,9 +7,9 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from orca_hf.config import OrcaConfig
-from orca_hf.engines import EngineStats
 from orca_hf.errors import ConfigError, ModelError
 from orca_hf.generate import OrcaGenerate
+from orca_hf.work import EngineStats
 
 Model = TypeVar("Model")
 

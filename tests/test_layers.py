@@ -38,7 +38,7 @@ LAYERS = [
         "warping",
     ],
     ["runner", "trial"],
-    ["backoff", "engines", "work"],
+    ["backoff", "calls", "engines", "work"],
     ["checkpoint", "concurrent_calls", "eligibility", "generate", "model_eligibility", "prepared_call"],
     ["__init__", "loading", "pipelines", "serving", "wrapping"],
     ["bench", "cli", "demo", "server"],

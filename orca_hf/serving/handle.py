@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from orca_hf.errors import CancelledError
+from orca_hf.errors import CancelledError, OrcaError
 from orca_hf.serving.logprobs import TokenLogprobs
 from orca_hf.serving.stream import Stream, Timings
 
@@ -145,7 +146,10 @@ class RequestHandle:
         return self._stream.sequence
 
     def _raise_error(self) -> None:
-        stream = self._stream
-        if stream.error is not None:
-            # Its own traceback and no former reader's, whose frames would be kept and grow with every reading.
-            raise stream.error.with_traceback(stream.traceback)
+        error = self._stream.error
+        if isinstance(error, OrcaError):
+            # One of the reader's own: an error that is raised keeps the frames that it went through, and what they
+            # hold, for as long as it is there; other handles, for instance, which then never count as dropped.
+            raise copy.copy(error) from error.__cause__
+        if error is not None:
+            raise error.with_traceback(self._stream.traceback)
