@@ -213,7 +213,8 @@ def test_a_generate_call_takes_over_from_a_driving_thread_that_dies(monkeypatch,
     engine = make_engine()
     dying(monkeypatch, RuntimeError("a defect"), num_calls=2)
     with engine.serving():
-        handle = engine.submit(PROMPTS[0], **GREEDY)
+        handle = engine.submit(PROMPTS[2], **GREEDY)
+        next(iter(handle))  # the thread drives, and now waits for the second call
         row = engine._generate.model.generate(torch.tensor([PROMPTS[1]]), **GREEDY)[0]
         assert torch.equal(row, expected[1])
         assert isinstance(outcome(handle), StoppedError)
