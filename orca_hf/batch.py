@@ -58,18 +58,20 @@ def build_batch(iteration: Iteration, *, block_size: int, device: torch.device, 
     padding = [0] * (-len(tokens) % pad_to)
     tokens += padding
     positions += padding
-    return ForwardBatch(
-        input_ids=torch.tensor([tokens], device=device),
-        position_ids=torch.tensor([positions], device=device),
-        sampling_rows=torch.tensor(rows, device=device),
-        ragged=RaggedBatch.build(
-            query_lens=[step.length for step in iteration.steps],
-            kv_lens=[step.start + step.length for step in iteration.steps],
-            blocks=[_blocks(step.request, block_size) for step in iteration.steps],
-            block_size=block_size,
-            device=device,
-        ),
+    ragged = RaggedBatch.build(
+        query_lens=[step.length for step in iteration.steps],
+        kv_lens=[step.start + step.length for step in iteration.steps],
+        blocks=[_blocks(step.request, block_size) for step in iteration.steps],
+        block_size=block_size,
+        device="cpu",
     )
+    num_rows = len(tokens)
+    inputs: Sequence[Tensor] = torch.tensor([*tokens, *positions, *rows], dtype=torch.int64).split_with_sizes(
+        [num_rows, num_rows, len(rows)]
+    )
+    if device.type != "cpu":
+        ragged, inputs = ragged.to_with(device, inputs)
+    return ForwardBatch(input_ids=inputs[0][None], position_ids=inputs[1][None], sampling_rows=inputs[2], ragged=ragged)
 
 
 def _blocks(request: Request, block_size: int) -> Sequence[int]:

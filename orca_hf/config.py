@@ -23,6 +23,8 @@ class OrcaConfig:
             iterations, nor on `max_batch_size` and `max_batch_tokens`. Slower; see the README.
         free_when_idle: Give the K/V memory and packed weights back whenever the last running request is done. Slower
             for many small calls; for a process that trains in between.
+        cuda_graphs: Replay iterations in which every request computes one token from CUDA graphs, captured over the
+            model's own modules. Not yet run on a device, hence off; without effect on other devices.
     """
 
     max_batch_size: int = 32
@@ -33,6 +35,7 @@ class OrcaConfig:
     pack_weights: bool = True
     deterministic: bool = False
     free_when_idle: bool = False
+    cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
         self._require_int("max_batch_size", self.max_batch_size, at_least=1)
@@ -51,7 +54,7 @@ class OrcaConfig:
         fraction = self.memory_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction < 1:
             raise ConfigError(f"memory_fraction is {fraction!r}, but must be a number between 0 and 1, both excluded.")
-        for name in ("pack_weights", "deterministic", "free_when_idle"):
+        for name in ("pack_weights", "deterministic", "free_when_idle", "cuda_graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, but must be True or False.")
 

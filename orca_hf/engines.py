@@ -85,7 +85,7 @@ class Engine:
         """A consistent picture of the engine."""
         with self._changed:
             self._drop_unwanted()
-            kv = self.scheduler.kv_manager
+            kv, graphs = self.scheduler.kv_manager, self.runner.graphs
             stats = EngineStats(
                 num_waiting=self.scheduler.num_waiting,
                 num_admitted=self.scheduler.num_admitted,
@@ -96,6 +96,8 @@ class Engine:
                 num_tokens=self._num_tokens,
                 kv_bytes=self.runner.pool.num_bytes,
                 packed_bytes=self.runner.packed.num_bytes,
+                num_graphs=0 if graphs is None else len(graphs),
+                no_graphs=None if graphs is None else graphs.given_up,
             )
             is_driven = self._driver is not None
         if not is_driven:

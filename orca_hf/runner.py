@@ -13,16 +13,17 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from orca_hf.adapters import adapt, native_kv
 from orca_hf.attention_context import AttentionContext, attention_context
-from orca_hf.batch import build_batch
+from orca_hf.batch import ForwardBatch, build_batch
 from orca_hf.batch_invariance import ROWS, BatchInvariantProducts
 from orca_hf.config import OrcaConfig
+from orca_hf.decode_graphs import CudaGraph, DecodeGraphs, Graph
 from orca_hf.errors import UnsupportedError
 from orca_hf.kv_pool import KVPool, choose_num_slots, free_memory
 from orca_hf.openmp import release_threads
-from orca_hf.packed_linear import PackedLinears
+from orca_hf.packed_weights import PackedWeights
 from orca_hf.patches import StandIn, all_modules, attention_configs, iteration_patches, model_lock
 from orca_hf.request import Request
-from orca_hf.scheduler import Iteration
+from orca_hf.scheduler import Iteration, Step
 
 # An output's field for the K/V states; transformers renamed it on its way through version 5.
 CACHE_FIELD = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
@@ -32,6 +33,8 @@ CACHE_FIELD = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields
 _PACK_FOR = 16
 _VERIFY_FOR = 4
 _WORTH_RELEASING_S = 0.02
+# Requests whose next token is computed twice to check fused forwards.
+_CHECKED_WITH = 4
 # Model types that use transformers' attention interface and do not say so.
 _UNSAID = frozenset({"biogpt", "stablelm"})
 
@@ -50,7 +53,10 @@ class ModelRunner:
         calls: How often each attention module runs in a forward; None before the trial.
         has_native_cache: Whether the pool holds what the model's native cache would, which may be latents, or heads
             before they are repeated, or nothing for layers that share. The trial finds out.
+        graphs: CUDA graphs of decode iterations; None where nobody asked for them, and before the pool is made.
     """
+
+    graph_type: type[Graph] = CudaGraph  # a test, without a device, has another
 
     def __init__(
         self,
@@ -62,7 +68,8 @@ class ModelRunner:
         self.config = config
         self.autocast = autocast
         self.pool = KVPool(0)
-        self.packed = PackedLinears()
+        self.packed = PackedWeights()
+        self.graphs: DecodeGraphs | None = None
         self.has_native_cache = False
         self.calls: dict[nn.Module, int] | None = None
         self._bytes_per_slot: dict[torch.device, int] = {}
@@ -100,7 +107,35 @@ class ModelRunner:
             self._bytes_per_slot = self.pool.bytes_per_slot()
         num_slots = choose_num_slots(self.config, self._bytes_per_slot, max_positions(self.model))
         self.pool = KVPool(num_slots)
+        if self.config.cuda_graphs:
+            self._make_graphs(num_slots)
         return num_slots
+
+    def _make_graphs(self, num_slots: int) -> None:
+        block_size = self.config.block_size
+        spare_block = -(-num_slots // block_size)
+        self.pool = KVPool((spare_block + 1) * block_size)
+        self.graphs = DecodeGraphs(
+            self.graph_type,
+            self.model,
+            device=self.input_device,
+            block_size=block_size,
+            spare_block=spare_block,
+            given_up=self._why_no_graphs() if self.graphs is None else self.graphs.given_up,
+        )
+
+    def _why_no_graphs(self) -> str | None:
+        device = self.input_device
+        if reason := self.graph_type.why_not(device):
+            return reason
+        if self._bytes_per_slot.keys() != {device}:
+            return "the model is on several devices"
+        if self.config.deterministic:
+            return "deterministic=True cuts products into pieces"
+        if self.autocast is not None:
+            return "the model is called under autocast"
+        kinds = {type(parameter) for parameter in self.model.parameters()} - {nn.Parameter}
+        return f"the address of a {kinds.pop().__name__} says nothing about its weights" if kinds else None
 
     def read_kv(self, requests: Sequence[Request]) -> list[tuple[Tensor, Tensor]]:
         """Copies of the computed K/V of `requests`, aligned at their ends, zeros before their starts.
@@ -126,6 +161,8 @@ class ModelRunner:
         """Called when work begins after an idle time, in which the user may have changed the weights."""
         self._verified = False
         self._starting = True
+        if self.graphs is not None:
+            self.graphs.start()
 
     def leave_cores(self) -> None:
         """Called by a thread that stops driving: the next driver will want the cores to itself."""
@@ -138,6 +175,8 @@ class ModelRunner:
         """Give back the K/V memory and the packed weights; both are made again when needed."""
         self.pool = KVPool(self.pool.num_slots)
         self.packed.clear()
+        if self.graphs is not None:
+            self.graphs.clear()
 
     @staticmethod
     def ran_out_of_memory(error: Exception) -> bool:
@@ -160,18 +199,35 @@ class ModelRunner:
         Raises:
             UnsupportedError: The model asked attention for something that is not built.
         """
-        return self.forward(iteration, self._packed_forwards(remaining))[0]
+
+        def plain() -> Tensor:
+            packed = self._packed_forwards(remaining)
+            if self.packed.is_new:
+                # Fused forwards hold themselves against the modules' own at their first call, better a small one.
+                first = (Step(step.request, step.start, 1, samples=False) for step in iteration.steps[:_CHECKED_WITH])
+                self.forward(Iteration(tuple(first)), packed)
+                self.packed.is_new = False
+            return self.forward(iteration, packed)[0]
+
+        if self.graphs is None:
+            return plain()
+        with torch.inference_mode(False), torch.no_grad():  # the graphs' buffers outlive the caller's mode
+            return self.graphs.run(iteration, plain, lambda batch: self._compute(batch, [])[0])
 
     def forward(self, iteration: Iteration, packed: list[StandIn]) -> tuple[Tensor, AttentionContext]:
         """`run` with the given packed linears; also returns the iteration as the attention modules saw it."""
-        deterministic = self.config.deterministic
-        device = self.input_device
         batch = build_batch(
             iteration,
             block_size=self.config.block_size,
-            device=device,
-            pad_to=ROWS if deterministic else 1,
+            device=self.input_device,
+            pad_to=ROWS if self.config.deterministic else 1,
         )
+        logits, context = self._compute(batch, packed)
+        return logits[: max(1, sum(step.samples for step in iteration.steps))], context
+
+    def _compute(self, batch: ForwardBatch, packed: list[StandIn]) -> tuple[Tensor, AttentionContext]:
+        """The logits of a batch's sampling rows, and the batch as the attention modules saw it."""
+        deterministic = self.config.deterministic
         context = AttentionContext(
             self.pool,
             batch.ragged,
@@ -192,7 +248,7 @@ class ModelRunner:
             model_lock(self.model),
             torch.inference_mode(False),
             torch.no_grad(),
-            self.autocast_mode(device.type),
+            self.autocast_mode(batch.input_ids.device.type),
             iteration_patches(self._configs, [*self.adapted, *packed]),
             attention_context(context),
             BatchInvariantProducts() if deterministic else nullcontext(),
@@ -207,7 +263,7 @@ class ModelRunner:
         self._iterations += 1
         if len(logits) != len(batch.sampling_rows):  # a forward that cannot be told, or does not listen
             logits = logits[batch.sampling_rows.to(logits.device)]
-        return logits[: max(1, sum(step.samples for step in iteration.steps))], context
+        return logits, context
 
     def _packed_forwards(self, remaining: int) -> list[StandIn]:
         """The linears to run packed: all that can be, or none where that would not pay."""

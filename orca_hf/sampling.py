@@ -169,11 +169,11 @@ class Generation:
     def draw_tokens(self, requests: Sequence[Request], rows: list[int], probabilities: RowProbabilities) -> list[int]:
         """Draws the next token of each of some requests, whose logits are in these rows of the iteration's."""
         assert self._generator is not None
-        tokens = []
+        draws = []
         for request, row in zip(requests, rows, strict=True):
             probs = probabilities.take(row, self.options.processors)
-            tokens.append(int(self._generator.draw(probs, stream=self._row_of[id(request)])))
-        return tokens
+            draws.append(self._generator.draw(probs, stream=self._row_of[id(request)]))
+        return torch.cat(draws).tolist() if draws else []  # one wait for the device, however many rows there are
 
     def accept_logits(self, requests: Sequence[Request], logits: Tensor) -> list[tuple[Request, int, bool]]:
         """Takes the next logits of some rows: (len(requests), vocab_size).

@@ -9,6 +9,7 @@ from torch import Tensor
 from orca_hf.batch_invariance import ROWS
 from orca_hf.errors import UnsupportedError
 from orca_hf.kv_pool import KVPool
+from orca_hf.parity import disagreement
 from orca_hf.request import Request
 from orca_hf.runner import CACHE_FIELD, ModelRunner, dummy_layers
 from orca_hf.scheduler import Iteration, Step
@@ -31,7 +32,10 @@ def try_out(runner: ModelRunner) -> None:
     for request, logits in zip(requests, ours, strict=True):
         with torch.inference_mode(False), torch.no_grad(), runner.autocast_mode(runner.input_device.type):
             output = _native_output(runner, request.prompt)
-        _check_parity(logits, output.logits[0, -1], None if runner.autocast is None else runner.autocast[1])
+        # Under autocast the model's last step may be in fp32 again.
+        autocast = None if runner.autocast is None else runner.autocast[1]
+        if wrong := disagreement(logits, output.logits[0, -1], autocast):
+            raise UnsupportedError(f"in a trial iteration its logits differ from the native forward {wrong}")
         if runner.config.deterministic:
             alone = runner.run(Iteration((Step(request, 0, len(request.prompt), samples=True),)))[0]
             if not torch.equal(alone, logits):
@@ -75,22 +79,6 @@ def _native_output(runner: ModelRunner, prompt: Sequence[int]) -> Any:
         prepare: Callable[..., Tensor] = runner.model._prepare_position_ids_for_generation  # type: ignore[assignment]
         arguments["position_ids"] = prepare(input_ids, {})
     return runner.model(**arguments)
-
-
-def _check_parity(ours: Tensor, native: Tensor, autocast: torch.dtype | None) -> None:
-    """Compare logits, (vocab_size,) each; under autocast the model's last step may be in fp32 again.
-
-    Raises:
-        UnsupportedError: They differ beyond rounding.
-    """
-    eps = max(torch.finfo(dtype).eps for dtype in (native.dtype, autocast) if dtype is not None)
-    tolerance = max(1e-4, 16 * eps) * max(1.0, native.abs().max().item())
-    difference = (ours.float() - native.float().to(ours.device)).abs().max().item()
-    if not difference <= tolerance:  # also where either is NaN
-        raise UnsupportedError(
-            f"in a trial iteration its logits differ from the native forward by {difference:.2g}, where rounding "
-            f"explains {tolerance:.2g}"
-        )
 
 
 def _is_cached(states: list[tuple[Tensor, Tensor]], cache: Any) -> bool:

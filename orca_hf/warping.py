@@ -7,6 +7,8 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from orca_kernels.ragged import upload
+
 # Warpers that look at the logits of one row at a time and at nothing else. Every operation in them works on whole rows,
 # so a row comes out the same to the last bit in any company; a sum over a row, as in typical sampling, would not.
 STACKABLE = frozenset({MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper})
@@ -57,4 +59,8 @@ def _told_by(value: Any) -> Any:
 def select_rows(logits: Tensor, rows: list[int]) -> Tensor:
     """The given rows of `logits`: a view where they are neighbours."""
     stop = rows[0] + len(rows)
-    return logits[rows[0] : stop] if rows == list(range(rows[0], stop)) else logits[rows]
+    if rows == list(range(rows[0], stop)):
+        return logits[rows[0] : stop]
+    # An index on the host would be waited for until it is copied.
+    (index,) = upload([torch.tensor(rows, dtype=torch.int64)], logits.device)
+    return logits.index_select(0, index)

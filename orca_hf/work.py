@@ -70,6 +70,8 @@ class EngineStats:
         num_tokens: Tokens that went through the model.
         kv_bytes: K/V memory that is set aside.
         packed_bytes: Memory of packed weights.
+        num_graphs: CUDA graphs captured.
+        no_graphs: Why there are none although they were asked for; None where that is not so.
     """
 
     num_waiting: int
@@ -81,6 +83,8 @@ class EngineStats:
     num_tokens: int
     kv_bytes: int
     packed_bytes: int
+    num_graphs: int
+    no_graphs: str | None
 
 
 class Work:

@@ -29,7 +29,10 @@ class Explanation:
     engines: tuple[EngineStats, ...]
 
     def __str__(self) -> str:
-        return self.runs_by if not self.reasons else f"{self.runs_by}: {'; '.join(self.reasons)}"
+        if self.reasons:
+            return f"{self.runs_by}: {'; '.join(self.reasons)}"
+        without = [engine.no_graphs for engine in self.engines if engine.no_graphs is not None]
+        return f"{self.runs_by}, without CUDA graphs: {'; '.join(without)}" if without else self.runs_by
 
 
 def wrap(model: Model, config: OrcaConfig | None = None) -> Model:

@@ -49,6 +49,7 @@ BAD_SETTINGS: list[tuple[dict[str, Any], list[str]]] = [
     ({"pack_weights": None}, ["pack_weights is None", "True or False"]),
     ({"deterministic": None}, ["deterministic is None", "True or False"]),
     ({"free_when_idle": 0}, ["free_when_idle is 0", "True or False"]),
+    ({"cuda_graphs": "auto"}, ["cuda_graphs is 'auto'", "True or False"]),
 ]
 
 FIELDS = [field.name for field in dataclasses.fields(OrcaConfig)]
@@ -96,6 +97,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "pack_weights": True,
         "deterministic": False,
         "free_when_idle": False,
+        "cuda_graphs": False,
     }
 
 

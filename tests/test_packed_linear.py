@@ -7,11 +7,12 @@ from torch import nn
 
 import orca_hf
 from orca_hf import OrcaConfig
-from orca_hf.packed_linear import PackedLinears, can_pack
+from orca_hf.packed_linear import can_pack
+from orca_hf.packed_weights import PackedWeights
 
 
 def packed_forward(linear):
-    packed = PackedLinears()
+    packed = PackedWeights()
     packed.pack([linear], max_bytes=lambda: 10**9)
     (forward,) = packed.forwards
     assert forward.module is linear
@@ -125,7 +126,7 @@ def test_a_linear_that_can_no_longer_be_packed_is_dropped():
 
 
 def test_copies_beyond_the_limit_are_not_made():
-    packed = PackedLinears()
+    packed = PackedWeights()
     packed.pack([nn.Linear(8, 8), nn.Linear(8, 8)], max_bytes=lambda: 300)
     assert packed.forwards == []
     assert packed.num_bytes == 0
@@ -141,7 +142,7 @@ def test_short_work_runs_on_the_models_own_linears():
     runner = model.generate.engines[0].runner
     assert runner.packed.forwards == []
     model.generate(**batch, max_new_tokens=20, do_sample=False)
-    assert len(runner.packed.forwards) == 2 * 7 + 1
+    assert sum(len(forward.linears) for forward in runner.packed.forwards) == 2 * 7 + 1
     with torch.no_grad():
         model.lm_head.weight.data.neg_()
     plain = make_model()

@@ -74,7 +74,9 @@ def selective_attention(
     if backend == "auto":
         backend = "triton" if query.device.type == "cuda" else "cpu"
     attend: Callable[..., Tensor]
-    if backend == "cpu":
+    if batch.bounded and backend in ("cpu", "reference"):
+        attend = reference.bounded_decodes
+    elif backend == "cpu":
         attend = cpu.selective_attention
     elif backend == "triton":
         from . import triton_attention

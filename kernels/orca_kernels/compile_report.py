@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from .tile_cost import Cost, attention_cost
 from .tiles import Tile, block_shape, choose_tile, next_power_of_two
 from .triton_attention import attention_kernel, merge_kernel
 from .triton_store import store_kernel
@@ -28,8 +29,14 @@ TARGETS: dict[str, GPUTarget] = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 _TYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
-# Features of the attention kernel that are flags; a report compiles it plain and with all of them.
+# Features of the attention kernel that are flags, and the selections of them that a report compiles. With a window one
+# of the kernel's two loops is gone, so the last is not more than the others in everything.
 _FEATURES = ("HAS_WINDOW", "HAS_SOFTCAP", "HAS_SINKS", "HAS_ALIBI", "SPLIT")
+VARIANTS: dict[str, tuple[str, ...]] = {"plain": (), "split": ("SPLIT",), "all": _FEATURES}
+HEAD_DIMS = (32, 64, 128, 256)  # the tiles' widths; others are padded to these
+_GROUP, _NUM_KV_HEADS = 4, 8
+# What the costs are counted for: (rows, kv_len), by whether it is a decode.
+_COUNTED = {True: (1, 4096), False: (512, 512)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +49,8 @@ class Resources:
         registers: Per thread.
         spill_bytes: Stack and local memory per thread (CUDA), or scratch (AMD): 0 when nothing spills.
         shared_bytes: Shared memory per program.
+        cost: Of the attention kernel: what its tile moves and does, for 4096 keys and one row of a decode, or 512 keys
+            and as many rows of a prefill, with 32 heads of which 4 share K and V.
     """
 
     kernel: str
@@ -49,10 +58,11 @@ class Resources:
     registers: int
     spill_bytes: int
     shared_bytes: int
+    cost: Cost | None = None
 
 
 def attention_resources(
-    target: str, head_dim: int, dtype: torch.dtype, *, decode: bool, features: bool = False, tile: Tile | None = None
+    target: str, head_dim: int, dtype: torch.dtype, *, decode: bool, variant: str = "plain", tile: Tile | None = None
 ) -> Resources:
     """Compiles the attention kernel of one tile for one target.
 
@@ -61,17 +71,17 @@ def attention_resources(
         head_dim: Of K and V.
         dtype: Of query and caches.
         decode: The tile for decodes, or the one for prefills.
-        features: With window, softcap, sinks, ALiBi and split K/V, or plain.
+        variant: Key of `VARIANTS`.
         tile: Instead of the table's.
     """
     amd = TARGETS[target].backend == "hip"
     tile = tile or choose_tile(head_dim, head_dim, dtype, decode=decode, amd=amd)
-    group = 4
-    shape = block_shape(tile, group)
+    shape = block_shape(tile, _GROUP)
     name = _TYPE_NAMES[dtype]
+    flags = dict.fromkeys(_FEATURES, False) | dict.fromkeys(VARIANTS[variant], True)
     constants: dict[str, Any] = {
-        "NUM_KV_HEADS": 8,
-        "GROUP": group,
+        "NUM_KV_HEADS": _NUM_KV_HEADS,
+        "GROUP": _GROUP,
         "HEADS_PER_BLOCK": shape.heads,
         "BLOCK_TOKENS": shape.tokens,
         "HEAD_DIM": head_dim,
@@ -83,24 +93,39 @@ def attention_resources(
         "BLOCK_SIZE": 16,
         "SINGLE_BLOCK": decode,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
-        **dict.fromkeys(_FEATURES, features),
+        **flags,
     }
     pointers = {
         "query_ptr": name,
         "key_cache_ptr": name,
         "value_cache_ptr": name,
-        "out_ptr": "fp32" if features else name,
+        "out_ptr": "fp32" if flags["SPLIT"] else name,
         "cu_seqlens_q_ptr": "i32",
         "kv_lens_ptr": "i32",
         "block_table_ptr": "i32",
     }
-    optional = {"lse_ptr": "fp32", "sinks_ptr": name, "slopes_ptr": "fp32"}
-    if features:
-        pointers |= optional
-    else:
-        constants |= dict.fromkeys(optional)
-    case = f"attention {'decode' if decode else 'prefill'}{' all features' if features else ''} {name} d{head_dim}"
-    return _compile(attention_kernel, case, target, pointers, constants, tile.num_warps, tile.num_stages)
+    for pointer, kind, flag in (
+        ("lse_ptr", "fp32", "SPLIT"),
+        ("sinks_ptr", name, "HAS_SINKS"),
+        ("slopes_ptr", "fp32", "HAS_ALIBI"),
+    ):
+        if flags[flag]:
+            pointers[pointer] = kind
+        else:
+            constants[pointer] = None
+    case = f"attention {'decode' if decode else 'prefill'} {variant} {name} d{head_dim}"
+    resources = _compile(attention_kernel, case, target, pointers, constants, tile.num_warps, tile.num_stages)
+    rows, kv_len = _COUNTED[decode]
+    cost = attention_cost(
+        tile,
+        rows=rows,
+        kv_len=kv_len,
+        num_heads=_NUM_KV_HEADS * _GROUP,
+        num_kv_heads=_NUM_KV_HEADS,
+        head_dim=head_dim,
+        dtype=dtype,
+    )
+    return replace(resources, cost=cost)
 
 
 def merge_resources(target: str, head_dim: int, dtype: torch.dtype, num_splits: int = 64) -> Resources:
@@ -111,7 +136,7 @@ def merge_resources(target: str, head_dim: int, dtype: torch.dtype, num_splits: 
     return _compile(merge_kernel, f"merge {num_splits} {name} d{head_dim}", target, pointers, constants)
 
 
-def store_resources(target: str, head_dim: int, dtype: torch.dtype, num_kv_heads: int = 8) -> Resources:
+def store_resources(target: str, head_dim: int, dtype: torch.dtype, num_kv_heads: int = _NUM_KV_HEADS) -> Resources:
     """Compiles `store_kv`."""
     name = _TYPE_NAMES[dtype]
     caches = dict.fromkeys(("key_ptr", "value_ptr", "key_cache_ptr", "value_cache_ptr"), name)
@@ -184,28 +209,33 @@ def _number(pattern: str, text: str) -> int:
     return int(found.group(1))
 
 
-def report(targets: Iterable[str] = tuple(TARGETS), head_dims: Iterable[int] = (64, 128, 256)) -> Iterator[Resources]:
+def report(targets: Iterable[str] = tuple(TARGETS), head_dims: Iterable[int] = HEAD_DIMS) -> Iterator[Resources]:
     """Compiles every kernel for the targets, one result at a time."""
     for target in targets:
         for head_dim in head_dims:
             for dtype in _TYPE_NAMES:
                 for decode in (False, True):
-                    for features in (False, True):
-                        yield attention_resources(target, head_dim, dtype, decode=decode, features=features)
-            yield merge_resources(target, head_dim, torch.float16)
-            yield store_resources(target, head_dim, torch.float16)
+                    for variant in VARIANTS:
+                        yield attention_resources(target, head_dim, dtype, decode=decode, variant=variant)
+                yield merge_resources(target, head_dim, dtype)
+                yield store_resources(target, head_dim, dtype)
 
 
 def main() -> None:
     """Prints the report as a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", nargs="*", choices=list(TARGETS), default=list(TARGETS))
-    parser.add_argument("--head-dim", nargs="*", type=int, default=[64, 128, 256])
+    parser.add_argument("--head-dim", nargs="*", type=int, default=list(HEAD_DIMS))
     options = parser.parse_args()
     write = sys.stdout.write
-    write(f"{'kernel':<44} {'target':<8} {'registers':>9} {'spill B':>8} {'shared B':>9}\n")
+    write(f"{'kernel':<34} {'target':<7} {'registers':>9} {'spill B':>8} {'shared B':>9}")
+    write(f" {'KB moved':>9} {'MFLOP':>8} {'FLOP/B':>7} {'B in flight':>12}\n")
     for line in report(options.target, options.head_dim):
-        write(f"{line.kernel:<44} {line.target:<8} {line.registers:>9} {line.spill_bytes:>8} {line.shared_bytes:>9}\n")
+        write(f"{line.kernel:<34} {line.target:<7} {line.registers:>9} {line.spill_bytes:>8} {line.shared_bytes:>9}")
+        if (cost := line.cost) is not None:
+            write(f" {cost.bytes_moved / 1e3:>9.0f} {cost.operations / 1e6:>8.1f} {cost.intensity:>7.1f}")
+            write(f" {cost.bytes_in_flight:>12}")
+        write("\n")
         sys.stdout.flush()
 
 

@@ -68,6 +68,48 @@ def selective_attention(
     return torch.cat(outputs).to(query.dtype)
 
 
+def bounded_decodes(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: RaggedBatch,
+    *,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> Tensor:
+    """The same for a `bounded` batch, of which it reads tensors alone: what it does is the same for all lengths."""
+    compute_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    num_requests, num_heads, _ = query.shape
+    group = num_heads // key_cache.shape[1]
+    j = torch.arange(batch.max_kv_len, device=query.device)[None, :]
+    p = batch.kv_lens[:, None] - 1
+    slots = batch.block_table.to(torch.int64)[:, j[0] // batch.block_size] * batch.block_size + j % batch.block_size
+    visible = j <= p
+    if sliding_window is not None:
+        visible = visible & (j > p - sliding_window)
+    # What is not visible may be NaN, or no slot at all.
+    k, v = (
+        cache[slots.where(visible, 0)].to(compute_dtype).where(visible[:, :, None, None], 0)
+        for cache in (key_cache, value_cache)
+    )
+    q = query.to(compute_dtype).unflatten(1, (-1, group))
+    scores = scaling * torch.einsum("rhgd,rkhd->rhgk", q, k).flatten(1, 2)  # (num_requests, num_heads, max_kv_len)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if alibi_slopes is not None:
+        scores = scores + alibi_slopes.to(compute_dtype)[None, :, None] * (j - p)[:, None, :]
+    scores = scores.where(visible[:, None, :], float("-inf"))
+    if sinks is not None:
+        extra = sinks.to(compute_dtype)[None, :, None].expand(num_requests, -1, 1)
+        weights = torch.cat([scores, extra], dim=-1).softmax(dim=-1)[..., :-1]
+    else:
+        weights = scores.softmax(dim=-1)
+    return torch.einsum("rhgk,rkhd->rhgd", weights.unflatten(1, (-1, group)), v).flatten(1, 2).to(query.dtype)
+
+
 def request_slots(batch: RaggedBatch, index: int) -> Tensor:
     """Returns (kv_len,) int64: the slots of one request's K/V, in order of position."""
     positions = torch.arange(batch.kv_lens_host[index], device=batch.block_table.device)

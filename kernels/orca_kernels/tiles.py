@@ -25,24 +25,30 @@ class Tile:
     num_stages: int
 
 
-# (padded head_dim, bytes of an element, decode) -> tile. The largest that spill no register on any target:
-# `python -m orca_kernels.compile_report` shows what each costs.
+# (padded head_dim, bytes of an element, decode) -> tile. `python -m orca_kernels.compile_report` shows what each takes
+# of a device, and `tile_cost` what it moves and does for it.
+# A prefill's K/V are loaded once for block_m rows, so its operations for each byte grow with block_m: each has the most
+# rows that spill no register on any target. Head dim 128 in 2 bytes stays at 64: 128 rows spill on sm80 with 64 keys,
+# on sm100 with 32. A decode loads K/V once whatever the tile, and pads its rows to 16 whatever the tile; what counts is
+# how much it has in flight, so each has the most keys that spill nothing, up to 32 KB.
+# That is so in the variants and widths that the report compiles. Other selections of features spill up to 32 bytes a
+# thread, mostly a window in split prefills and fp32; fp32 prefills at head dim 96, padded to 128, 24 on sm80.
 TILES: dict[tuple[int, int, bool], Tile] = {
-    (32, 2, False): Tile(128, 64, 8, 2),
+    (32, 2, False): Tile(128, 32, 8, 2),
     (32, 2, True): Tile(16, 128, 4, 2),
-    (64, 2, False): Tile(64, 64, 4, 2),
+    (64, 2, False): Tile(128, 32, 8, 2),
     (64, 2, True): Tile(16, 128, 4, 2),
     (128, 2, False): Tile(64, 32, 4, 2),
     (128, 2, True): Tile(16, 64, 4, 2),
     (256, 2, False): Tile(64, 32, 8, 2),
-    (256, 2, True): Tile(16, 32, 4, 2),
-    (32, 4, False): Tile(32, 32, 4, 1),
+    (256, 2, True): Tile(16, 32, 8, 2),
+    (32, 4, False): Tile(64, 32, 8, 2),
     (32, 4, True): Tile(16, 64, 4, 2),
     (64, 4, False): Tile(64, 32, 8, 2),
     (64, 4, True): Tile(16, 16, 4, 2),
     (128, 4, False): Tile(32, 32, 8, 1),
     (128, 4, True): Tile(16, 32, 4, 1),
-    (256, 4, False): Tile(16, 32, 8, 1),
+    (256, 4, False): Tile(32, 16, 8, 1),
     (256, 4, True): Tile(16, 16, 8, 1),
 }
 # Where AMD's compiler wants another.

@@ -15,14 +15,15 @@ import sys
 import traceback
 
 import torch
-from kernel_cases import INTERPRETED, NAN, Case, error_and_bound, make
+from kernel_cases import INTERPRETED, NAN, Case, bounded, error_and_bound, make
 
 from orca_kernels import triton_attention, triton_store
 
 
-def attend(case: Case, dtype: torch.dtype, num_splits: int | None) -> None:
+def attend(case: Case, dtype: torch.dtype, num_splits: int | None, *, is_bounded: bool) -> None:
     inputs = make(case, dtype)
-    out = triton_attention.selective_attention(*inputs.args, **inputs.options, num_splits=num_splits)
+    args = bounded(inputs).args if is_bounded else inputs.args
+    out = triton_attention.selective_attention(*args, **inputs.options, num_splits=num_splits)
     assert out.dtype == dtype, out.dtype
     error, bound = error_and_bound(inputs, out)
     assert error <= bound, f"error {error:.3g} > {bound:.3g}"
@@ -46,10 +47,10 @@ def main() -> None:
     outcomes = {}
     for name, (what, case, dtype, num_splits) in INTERPRETED.items():
         try:
-            if what == "attend":
-                attend(case, dtype, num_splits)
-            else:
+            if what == "store":
                 store(case)
+            else:
+                attend(case, dtype, num_splits, is_bounded=what == "bounded")
             outcomes[name] = ""
         except Exception:  # whatever it is, it is this case's outcome
             outcomes[name] = traceback.format_exc()

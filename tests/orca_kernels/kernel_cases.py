@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -89,6 +89,14 @@ SPLIT_CASES = [
     Case("everything", MIXED, head_dim=32, window=11, **EVERYTHING),
     Case("long_decode", [(1, 700), (2, 90)], head_dim=32),
 ]
+# Decodes of which the host knows no more than that their K/V are not longer than this.
+BOUND = 256
+BOUNDED_CASES = [
+    Case("decodes", DECODES, heads=(9, 3)),
+    Case("window", [(1, 200), (1, 130), (1, 1)], window=20, head_dim=32),
+    Case("everything", [(1, 200), (1, 5)], head_dim=32, window=150, **EVERYTHING),
+    Case("narrow_values", [(1, 20), (1, 40)], v_head_dim=32, block_size=5),
+]
 STORE_CASES = [
     Case("store", [(4, 9), (1, 3)], heads=(5, 5), head_dim=8, block_size=4),
     Case("store_widths", [(4, 9)], heads=(3, 3), head_dim=8, v_head_dim=5, block_size=4),
@@ -98,6 +106,7 @@ INTERPRETED: dict[str, tuple[str, Case, torch.dtype, int | None]] = {
     **{f"{case}-fp32": ("attend", case, torch.float32, None) for case in SMALL_CASES},
     **{f"{case}-fp16": ("attend", case, torch.float16, None) for case in SMALL_CASES},
     **{f"{case}-{n}_splits": ("attend", case, torch.float32, n) for case in SPLIT_CASES for n in (2, 8)},
+    **{f"bounded_{case}-{n}_splits": ("bounded", case, torch.float32, n) for case in BOUNDED_CASES for n in (None, 8)},
     **{str(case): ("store", case, torch.float32, None) for case in STORE_CASES},
 }
 LARGE_CASES = [
@@ -151,6 +160,23 @@ def make(case: Case, dtype: torch.dtype, device: str = "cpu") -> Inputs:
     options["sinks"] = torch.randn(num_heads).to(device, dtype) if case.sinks else None
     options["alibi_slopes"] = (torch.rand(num_heads) / 4).to(device) if case.alibi else None
     return Inputs(query, key_cache.to(device, dtype), value_cache.to(device, dtype), batch, blocks, options)
+
+
+def bounded(inputs: Inputs) -> Inputs:
+    """The same decodes without their lengths; what their block table says past their blocks is NaN in the caches."""
+    batch = inputs.batch
+    table = torch.zeros(batch.num_requests, -(-BOUND // batch.block_size), dtype=torch.int32)
+    for row, kv_len, owned in zip(table, batch.kv_lens_host, inputs.blocks, strict=True):
+        used = -(-kv_len // batch.block_size)
+        row[:used] = torch.tensor(owned[:used])
+    decodes = RaggedBatch.decodes(
+        kv_lens=batch.kv_lens,
+        slot_mapping=batch.slot_mapping,
+        block_table=table.to(batch.kv_lens.device),
+        block_size=batch.block_size,
+        max_kv_len=BOUND,
+    )
+    return replace(inputs, batch=decodes)
 
 
 def plain_attention(inputs: Inputs, dtype: torch.dtype) -> Tensor:

@@ -98,3 +98,21 @@ def test_by_token_makes_every_query_a_decode_with_the_same_result() -> None:
     decodes = RaggedBatch.build(query_lens=[1], kv_lens=[6], blocks=[[4, 5]], block_size=4, device="cpu")
     alone = selective_attention(query[:1], keys, values, decodes.by_token(), scaling=0.3)
     assert torch.equal(alone[0], ours[0])
+
+
+def test_a_bounded_batch_refuses_what_needs_its_lengths() -> None:
+    numbers = torch.ones(2, dtype=torch.int32)
+    table = torch.zeros(2, 3, dtype=torch.int32)
+    batch = RaggedBatch.decodes(
+        kv_lens=numbers, slot_mapping=numbers.long(), block_table=table, block_size=4, max_kv_len=12
+    )
+    assert (batch.max_query_len, batch.max_kv_len, batch.total_q) == (1, 12, 2)
+    assert batch.cu_seqlens_q.tolist() == [0, 1, 2]
+    assert batch.block_table is table
+    assert batch.chunked(12) is batch
+    with pytest.raises(ValueError, match="cannot be cut into chunks of 8"):
+        batch.chunked(8)
+    with pytest.raises(ValueError, match="max_kv_len 13 needs more blocks than the table's 3 of 4"):
+        RaggedBatch.decodes(
+            kv_lens=numbers, slot_mapping=numbers.long(), block_table=table, block_size=4, max_kv_len=13
+        )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import LARGE_CASES, SMALL_CASES, Case, Inputs, case_id, make, plain_attention
+from kernel_cases import BOUNDED_CASES, LARGE_CASES, SMALL_CASES, Case, Inputs, bounded, case_id, make, plain_attention
 from torch import Tensor
 from torch.nn import functional
 
@@ -86,3 +87,20 @@ def test_reference_accumulates_in_float64_for_float64() -> None:
     inputs = make(Case("double", [(3, 8)]), torch.float64)
     out = selective_attention(*inputs.args, **inputs.options, backend="reference")
     torch.testing.assert_close(out, attend_by_loops(inputs), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("case", BOUNDED_CASES, ids=case_id)
+def test_decodes_of_unknown_lengths_equal_eager_attention(case: Case, backend: str) -> None:
+    inputs = make(case, torch.float32)
+    out = selective_attention(*bounded(inputs).args, **inputs.options, backend=backend)
+    torch.testing.assert_close(out, plain_attention(inputs, torch.float32), rtol=1e-5, atol=1e-5)
+
+
+def test_lengths_are_read_when_it_runs() -> None:
+    inputs = make(Case("decodes", [(1, 40), (1, 21)]), torch.float32)
+    args = bounded(inputs).args
+    args[3].kv_lens.copy_(torch.tensor([7, 21]))
+    out = selective_attention(*args, **inputs.options)
+    shorter = replace(inputs, batch=replace(inputs.batch, kv_lens_host=(7, 21)))
+    torch.testing.assert_close(out, plain_attention(shorter, torch.float32), rtol=1e-5, atol=1e-5)

@@ -6,9 +6,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import LARGE_CASES, NAN, SMALL_CASES, SPLIT_CASES, STORE_CASES, Case, case_id, error_and_bound, make
+from kernel_cases import (
+    BOUNDED_CASES,
+    LARGE_CASES,
+    NAN,
+    SMALL_CASES,
+    SPLIT_CASES,
+    STORE_CASES,
+    Case,
+    bounded,
+    case_id,
+    error_and_bound,
+    make,
+)
 
-from orca_kernels import selective_attention, store_kv
+from orca_kernels import RaggedBatch, selective_attention, store_kv
+from orca_kernels.ragged import upload
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,3 +72,31 @@ def test_launch_does_not_wait_for_the_device() -> None:
         selective_attention(*inputs.args, **inputs.options)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("num_splits", [None, 2, 16])
+@pytest.mark.parametrize("case", BOUNDED_CASES, ids=case_id)
+def test_decodes_of_unknown_lengths_err_no_more_than_torch(case: Case, num_splits: int | None) -> None:
+    from orca_kernels import triton_attention
+
+    inputs = make(case, torch.bfloat16, "cuda")
+    args = bounded(inputs).args
+    out = triton_attention.selective_attention(*args, **inputs.options, num_splits=num_splits)
+    error, bound = error_and_bound(inputs, out)
+    assert error <= bound
+
+
+def test_a_batch_goes_up_without_waiting_and_arrives() -> None:
+    lens = {"query_lens": [1, 3], "kv_lens": [6, 3], "blocks": [[4, 5, 6], [2]], "block_size": 4}
+    here = RaggedBatch.build(**lens, device="cpu")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        there, (other,) = here.to_with(torch.device("cuda"), [torch.arange(5)])
+        table = there.block_table
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(other.cpu(), torch.arange(5))
+    for name in ("cu_seqlens_q", "kv_lens", "slot_mapping", "first_blocks"):
+        assert torch.equal(getattr(there, name).cpu(), getattr(here, name))
+    assert torch.equal(table.cpu(), here.block_table)
+    assert all(tensor.data_ptr() % 16 == 0 for tensor in upload([torch.arange(3), torch.arange(5)], other.device))

@@ -7,73 +7,157 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <vector>
+
+#include <omp.h>
+
+#include "exponential.h"
+#include "vector.h"
 
 namespace {
 
 constexpr int kBlock = 64;    // keys of a block
 constexpr int kMaxGroup = 16; // query heads of a task; a larger group is cut
+constexpr int kHeads = 4;     // of these at a time, so that what they add up stays in registers
+constexpr int kWidth = 4;     // and so many vectors of a value
 constexpr float kMinusInf = -INFINITY;
-
-// exp(x) for x <= 0, within two units in the last place; by hand, because the library's own has no vector form that
-// keeps NaN and infinity as they are.
-inline float exponential(float x) {
-  const float clamped = x < -87.0f ? -87.0f : x; // also keeps a NaN
-  const float n = std::nearbyint(clamped * 1.44269504088896341f);
-  float r = clamped - n * 0.693359375f;
-  r -= n * -2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  union {
-    int32_t i;
-    float f;
-  } scale;
-  scale.i = (static_cast<int32_t>(n) + 127) << 23;
-  return x < -87.0f ? 0.0f : p * scale.f;
-}
 
 inline float widen(float x) { return x; }
 
 // bfloat16 is the upper half of a float32.
 inline float widen(uint16_t x) {
-  union {
-    uint32_t i;
-    float f;
-  } wide;
-  wide.i = static_cast<uint32_t>(x) << 16;
-  return wide.f;
+  const uint32_t wide = static_cast<uint32_t>(x) << 16;
+  float value;
+  std::memcpy(&value, &wide, sizeof(value));
+  return value;
 }
 
 inline void narrow(float x, float* out) { *out = x; }
 
 inline void narrow(float x, uint16_t* out) {
-  union {
-    float f;
-    uint32_t i;
-  } wide;
-  wide.f = x;
-  const uint32_t rounded = (wide.i + 0x7fff + ((wide.i >> 16) & 1)) >> 16; // to the nearest, to even
+  uint32_t wide;
+  std::memcpy(&wide, &x, sizeof(wide));
+  const uint32_t rounded = (wide + 0x7fff + ((wide >> 16) & 1)) >> 16; // to the nearest, to even
   *out = x != x ? 0x7fc0 : static_cast<uint16_t>(rounded);
 }
 
+inline Vector load(const float* x) { return *reinterpret_cast<const Vector*>(x); }
+
+inline Vector load(const uint16_t* x) {
+  const Words wide = __builtin_convertvector(*reinterpret_cast<const Halves*>(x), Words) << 16;
+  return reinterpret_cast<const Vector&>(wide);
+}
+
+// Vector `i` of a row of `size`: what is past its end is 0.
 template <typename T>
-inline float dot(const float* __restrict a, const T* __restrict b, int size) {
-  float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-  for (int i = 0; i < size; ++i) sum += a[i] * widen(b[i]);
-  return sum;
+inline Vector load_of(const T* x, int i, int size) {
+  if ((i + 1) * kLanes <= size) return load(x + i * kLanes);
+  T padded[kLanes] = {};
+  std::memcpy(padded, x + i * kLanes, (size - i * kLanes) * sizeof(T));
+  return load(padded);
+}
+
+// The slots of a block of keys.
+struct Slots {
+  int count = 0;
+  int64_t slot[kBlock];
+};
+
+// The K or the V of one head.
+template <typename T>
+struct Cache {
+  const T* base;
+  int64_t stride; // from slot to slot
+  int size;       // of a row
+
+  const T* row(int64_t slot) const { return base + slot * stride; }
+  int vectors() const { return (size + kLanes - 1) / kLanes; }
+  void prefetch(int64_t slot) const {
+    for (int i = 0; i < size; i += 64 / sizeof(T)) __builtin_prefetch(row(slot) + i, 0, 2);
+  }
+};
+
+// scores[h][j] of HEADS queries with a block's keys. The block after it is on its way meanwhile.
+template <int HEADS, typename T>
+void score(const float* queries, Cache<T> keys, Cache<T> values, const Slots& slots, const Slots& next,
+           float (*scores)[kBlock]) {
+  const int vectors = keys.vectors();
+  int fetched = 0;
+  for (int j = 0; j < slots.count; ++j) {
+    for (const int end = (j + 1) * next.count / slots.count; fetched < end; ++fetched) {
+      keys.prefetch(next.slot[fetched]);
+      values.prefetch(next.slot[fetched]);
+    }
+    const T* row = keys.row(slots.slot[j]);
+    Vector sums[HEADS] = {};
+    for (int i = 0; i < vectors; ++i) {
+      const Vector key = load_of(row, i, keys.size);
+      for (int h = 0; h < HEADS; ++h) sums[h] += key * load(queries + (h * vectors + i) * kLanes);
+    }
+    for (int h = 0; h < HEADS; ++h) scores[h][j] = add_up(sums[h]);
+  }
+}
+
+// result[h] = rescale[h] * result[h] + sum over j of weights[h][j] * values[j], WIDTH vectors from the first on.
+template <int HEADS, int WIDTH, typename T>
+void add_values(float* result, int first, const float* rescale, Cache<T> values, const Slots& slots,
+                const float (*weights)[kBlock]) {
+  const int vectors = values.vectors();
+  Vector sums[HEADS][WIDTH];
+  for (int h = 0; h < HEADS; ++h)
+    for (int i = 0; i < WIDTH; ++i) sums[h][i] = load(result + (h * vectors + first + i) * kLanes) * rescale[h];
+  for (int j = 0; j < slots.count; ++j)
+    for (int i = 0; i < WIDTH; ++i) {
+      const Vector value = load_of(values.row(slots.slot[j]), first + i, values.size);
+      for (int h = 0; h < HEADS; ++h) sums[h][i] += value * weights[h][j];
+    }
+  for (int h = 0; h < HEADS; ++h)
+    for (int i = 0; i < WIDTH; ++i)
+      *reinterpret_cast<Vector*>(result + (h * vectors + first + i) * kLanes) = sums[h][i];
+}
+
+// From scores to weights exp(score - top), where top and sum go on from block to block. Returns what the results so far
+// must be multiplied by.
+inline float weigh(float* __restrict scores, int count, float& top, float& sum) {
+  float highest = top;
+  for (int j = 0; j < count; ++j) highest = scores[j] > highest || scores[j] != scores[j] ? scores[j] : highest;
+  const float rescale = top == kMinusInf ? 0.0f : exponential(top - highest);
+  float added = 0.0f;
+#pragma omp simd reduction(+ : added)
+  for (int j = 0; j < count; ++j) {
+    scores[j] = exponential(scores[j] - highest);
+    added += scores[j];
+  }
+  sum = sum * rescale + added;
+  top = highest;
+  return rescale;
+}
+
+// What a block of keys does for HEADS of a task's heads. `distance`: from the query to the block's first key.
+template <int HEADS, typename T>
+void attend(const float* queries, Cache<T> keys, Cache<T> values, const Slots& slots, const Slots& next, float* result,
+            float* top, float* sum, float softcap, const float* slopes, int distance) {
+  alignas(64) float scores[HEADS][kBlock];
+  float rescale[HEADS];
+  score<HEADS>(queries, keys, values, slots, next, scores);
+  for (int h = 0; h < HEADS; ++h) {
+    float* s = scores[h];
+    if (softcap > 0.0f)
+      for (int j = 0; j < slots.count; ++j) s[j] = softcap * std::tanh(s[j] / softcap);
+    if (slopes)
+      for (int j = 0; j < slots.count; ++j) s[j] += slopes[h] * static_cast<float>(distance + j);
+    rescale[h] = weigh(s, slots.count, top[h], sum[h]);
+  }
+  int i = 0;
+  for (; i + kWidth <= values.vectors(); i += kWidth)
+    add_values<HEADS, kWidth>(result, i, rescale, values, slots, scores);
+  for (; i < values.vectors(); ++i) add_values<HEADS, 1>(result, i, rescale, values, slots, scores);
 }
 
 template <typename T>
-inline void scaled_add(float* __restrict out, const T* __restrict row, float weight, int size) {
-#pragma omp simd
-  for (int i = 0; i < size; ++i) out[i] += weight * widen(row[i]);
-}
+using Attend = void (*)(const float*, Cache<T>, Cache<T>, const Slots&, const Slots&, float*, float*, float*, float,
+                        const float*, int);
 
 // query:        (total_q, num_heads, head_dim), strides in elements, the last one 1
 // key_cache:    (num_slots, num_kv_heads, head_dim), likewise
@@ -89,75 +173,85 @@ void decode(const T* query, int64_t query_row, int64_t query_head, const T* key_
             int64_t table_width, T* out, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
             int64_t v_head_dim, int64_t block_size, int64_t sliding_window, float scaling, float softcap,
             const float* sinks, const float* slopes, int64_t num_threads) {
-  const int group = static_cast<int>(num_heads / num_kv_heads);
-  const int parts = (group + kMaxGroup - 1) / kMaxGroup;
-  const int64_t num_tasks = num_requests * num_kv_heads * parts;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads) if (num_tasks > 1)
-  for (int64_t task = 0; task < num_tasks; ++task) {
-    const int32_t request = requests[task / (num_kv_heads * parts)];
-    const int64_t row = cu_seqlens_q[request];
-    const int64_t kv_head = task / parts % num_kv_heads;
-    const int first = static_cast<int>(task % parts) * kMaxGroup;
-    const int heads = std::min(group - first, kMaxGroup);
-    const int64_t head0 = kv_head * group + first;
-    const int kv_len = kv_lens[request];
-    const int begin = sliding_window > 0 ? static_cast<int>(std::max<int64_t>(0, kv_len - sliding_window)) : 0;
-    const int32_t* table = block_table + request * table_width;
+  constexpr Attend<T> by_heads[] = {nullptr, attend<1, T>, attend<2, T>, attend<3, T>, attend<4, T>};
+  const int64_t group = num_heads / num_kv_heads;
+  const int64_t key_row = (head_dim + kLanes - 1) / kLanes * kLanes, value_row = (v_head_dim + kLanes - 1) / kLanes * kLanes;
+  // A task is a request: its heads lie side by side in the caches and are best read together. With few requests it is
+  // some heads of one K/V head, so that all threads have work.
+  const bool few = num_requests < 2 * num_threads;
+  const int64_t step = std::min<int64_t>(group, kMaxGroup), cuts = (group + step - 1) / step;
+  const int64_t parts = few ? num_kv_heads * cuts : 1, num_tasks = num_requests * parts;
 
-    // In float32, whatever the tensors are in: the queries, and what is added up.
-    thread_local std::vector<float> memory;
-    memory.assign(heads * (head_dim + v_head_dim), 0.0f);
-    float* const queries = memory.data();
-    float* const result = queries + heads * head_dim;
-    for (int h = 0; h < heads; ++h) {
-      const T* q = query + row * query_row + (head0 + h) * query_head;
-      for (int64_t i = 0; i < head_dim; ++i) queries[h * head_dim + i] = scaling * widen(q[i]);
+  const auto begin_of = [&](int32_t request) {
+    return sliding_window > 0 ? static_cast<int>(std::max<int64_t>(0, kv_lens[request] - sliding_window)) : 0;
+  };
+  const auto find_slots = [&](int32_t request, int start, Slots& slots) {
+    slots.count = std::min(kBlock, kv_lens[request] - start);
+    for (int j = 0; j < slots.count; ++j) {
+      const int64_t p = start + j;
+      slots.slot[j] = block_table[request * table_width + p / block_size] * block_size + p % block_size;
     }
-    float top[kMaxGroup], sum[kMaxGroup];
-    alignas(64) float scores[kMaxGroup][kBlock];
-    for (int h = 0; h < heads; ++h) {
-      top[h] = sinks ? sinks[head0 + h] : kMinusInf;
-      sum[h] = sinks ? 1.0f : 0.0f;
+  };
+  int64_t num_keys = 0;
+  for (int64_t i = 0; i < num_requests; ++i) num_keys += kv_lens[requests[i]] - begin_of(requests[i]);
+
+#pragma omp parallel num_threads(num_threads) if (num_tasks > 1)
+  {
+    // Each thread takes neighbouring tasks, which make up its share of the keys.
+    const int64_t me = omp_get_thread_num(), num = omp_get_num_threads();
+    int64_t task = 0, end = 0;
+    for (int64_t i = 0, before = 0; i < num_tasks; ++i) {
+      const int64_t owner = before * num / (num_keys * parts);
+      task += owner < me;
+      end += owner <= me;
+      before += kv_lens[requests[i / parts]] - begin_of(requests[i / parts]);
     }
-    for (int start = begin; start < kv_len; start += kBlock) {
-      const int count = std::min(kBlock, kv_len - start);
-      int64_t slots[kBlock];
-      for (int j = 0; j < count; ++j) {
-        const int p = start + j;
-        slots[j] = static_cast<int64_t>(table[p / block_size]) * block_size + p % block_size;
+    std::vector<float> memory;
+    Slots slots, next;
+    if (task < end) find_slots(requests[task / parts], begin_of(requests[task / parts]), next);
+    for (; task < end; ++task) {
+      const int32_t request = requests[task / parts];
+      const int64_t row = cu_seqlens_q[request], part = task % parts;
+      const int kv_len = kv_lens[request];
+      const int64_t head0 = few ? part / cuts * group + part % cuts * step : 0;
+      const int64_t heads = few ? std::min(step, group - part % cuts * step) : num_heads;
+
+      // In float32, whatever the tensors are in, and in whole vectors: the queries, and what is added up.
+      memory.assign(heads * (key_row + value_row + 2), 0.0f);
+      float* const queries = memory.data();
+      float* const result = queries + heads * key_row;
+      float* const top = result + heads * value_row;
+      float* const sum = top + heads;
+      for (int64_t h = 0; h < heads; ++h) {
+        const T* q = query + row * query_row + (head0 + h) * query_head;
+        for (int64_t i = 0; i < head_dim; ++i) queries[h * key_row + i] = scaling * widen(q[i]);
+        top[h] = sinks ? sinks[head0 + h] : kMinusInf;
+        sum[h] = sinks ? 1.0f : 0.0f;
       }
-      for (int j = 0; j < count; ++j) {
-        const T* key = key_cache + slots[j] * key_slot + kv_head * key_head;
-        for (int h = 0; h < heads; ++h) scores[h][j] = dot(queries + h * head_dim, key, head_dim);
-      }
-      for (int h = 0; h < heads; ++h) {
-        float* s = scores[h];
-        if (softcap > 0.0f)
-          for (int j = 0; j < count; ++j) s[j] = softcap * std::tanh(s[j] / softcap);
-        if (slopes)
-          for (int j = 0; j < count; ++j) s[j] += slopes[head0 + h] * static_cast<float>(start + j - (kv_len - 1));
-        float highest = top[h];
-        for (int j = 0; j < count; ++j) highest = s[j] > highest || s[j] != s[j] ? s[j] : highest;
-        const float rescale = top[h] == kMinusInf ? 0.0f : exponential(top[h] - highest);
-        float block_sum = 0.0f;
-#pragma omp simd reduction(+ : block_sum)
-        for (int j = 0; j < count; ++j) {
-          s[j] = exponential(s[j] - highest);
-          block_sum += s[j];
+      for (int start = begin_of(request); start < kv_len; start += kBlock) {
+        slots = next;
+        next.count = 0;
+        if (start + kBlock < kv_len) {
+          find_slots(request, start + kBlock, next);
+        } else if (task + 1 < end) {
+          find_slots(requests[(task + 1) / parts], begin_of(requests[(task + 1) / parts]), next);
         }
-        sum[h] = sum[h] * rescale + block_sum;
-        top[h] = highest;
-        if (rescale != 1.0f)
-          for (int64_t i = 0; i < v_head_dim; ++i) result[h * v_head_dim + i] *= rescale;
+        for (int64_t h = 0; h < heads;) {
+          const int64_t kv_head = (head0 + h) / group;
+          const int64_t same = std::min({int64_t{kHeads}, heads - h, (kv_head + 1) * group - head0 - h});
+          by_heads[same](queries + h * key_row,
+                         {key_cache + kv_head * key_head, key_slot, static_cast<int>(head_dim)},
+                         {value_cache + kv_head * value_head, value_slot, static_cast<int>(v_head_dim)}, slots, next,
+                         result + h * value_row, top + h, sum + h, softcap, slopes ? slopes + head0 + h : nullptr,
+                         start - (kv_len - 1));
+          h += same;
+        }
       }
-      for (int j = 0; j < count; ++j) {
-        const T* value = value_cache + slots[j] * value_slot + kv_head * value_head;
-        for (int h = 0; h < heads; ++h) scaled_add(result + h * v_head_dim, value, scores[h][j], v_head_dim);
-      }
+      T* target = out + (row * num_heads + head0) * v_head_dim;
+      for (int64_t h = 0; h < heads; ++h)
+        for (int64_t i = 0; i < v_head_dim; ++i)
+          narrow(result[h * value_row + i] / sum[h], target + h * v_head_dim + i);
     }
-    T* target = out + (row * num_heads + head0) * v_head_dim;
-    for (int h = 0; h < heads; ++h)
-      for (int64_t i = 0; i < v_head_dim; ++i) narrow(result[h * v_head_dim + i] / sum[h], target + h * v_head_dim + i);
   }
 }
 

@@ -31,6 +31,14 @@ _SIGNATURES = {
     "orca_packed_size": ([_INT, _INT], _INT),
     "orca_pack_f32": ([_POINTER, _INT, _INT, _POINTER], None),
     "orca_linear_f32": ([_POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _INT], None),
+    "orca_gated_size": ([_INT, _INT], _INT),
+    "orca_pack_gated_f32": ([_POINTER, _POINTER, _INT, _INT, _POINTER], None),
+    "orca_gated_f32": ([_POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _INT, _INT, _INT], None),
+    "orca_rms_norm_f32": ([_POINTER, _INT, _POINTER, _FLOAT, _FLOAT, _POINTER, _INT, _INT, _INT], None),
+    "orca_rotate_f32": (
+        [_POINTER, *[_INT] * 5, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _FLOAT, _INT],
+        None,
+    ),
     "orca_decode_f32": (_DECODE, None),
     "orca_decode_bf16": (_DECODE, None),
 }
@@ -52,6 +60,11 @@ class Library:
         for name, (arguments, result) in _SIGNATURES.items():
             function = getattr(functions, name)
             function.argtypes, function.restype = arguments, result
+        self._gated_size = functions.orca_gated_size
+        self._pack_gated = functions.orca_pack_gated_f32
+        self._gated = functions.orca_gated_f32
+        self._rms_norm = functions.orca_rms_norm_f32
+        self._rotate = functions.orca_rotate_f32
         self._packed_size = functions.orca_packed_size
         self._pack = functions.orca_pack_f32
         self._linear = functions.orca_linear_f32
@@ -65,10 +78,7 @@ class Library:
 
     def linear(self, rows: Tensor, packed: Tensor, bias: Tensor | None, num_out: int) -> Tensor:
         """`rows` (..., num_in) times a packed weight, plus `bias` (num_out,), contiguous: (..., num_out)."""
-        num_in = rows.shape[-1]
-        flat = rows.reshape(-1, num_in)
-        if flat.stride(1) != 1:
-            flat = flat.contiguous()
+        flat = _flatten(rows)
         out = torch.empty(*rows.shape[:-1], num_out)
         self._linear(
             flat.data_ptr(),
@@ -78,10 +88,92 @@ class Library:
             out.data_ptr(),
             flat.shape[0],
             num_out,
-            num_in,
+            flat.shape[1],
             torch.get_num_threads(),
         )
         return out
+
+    def pack_gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Lay two weights (num_out, num_in), contiguous, out for `gated`; new memory, of about their size."""
+        packed = torch.empty(self._gated_size(*gate.shape))
+        self._pack_gated(gate.data_ptr(), up.data_ptr(), *gate.shape, packed.data_ptr())
+        return packed
+
+    def gated(self, rows: Tensor, packed: Tensor, num_out: int, *, gelu: bool) -> Tensor:
+        """`activation(rows @ gate.T) * (rows @ up.T)` of packed weights, (..., num_in) to (..., num_out).
+
+        The activation is SiLU, or with `gelu` GELU by its tanh approximation.
+        """
+        flat = _flatten(rows)
+        out = torch.empty(*rows.shape[:-1], num_out)
+        self._gated(
+            flat.data_ptr(),
+            flat.stride(0),
+            packed.data_ptr(),
+            out.data_ptr(),
+            flat.shape[0],
+            num_out,
+            flat.shape[1],
+            gelu,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def rms_norm(self, rows: Tensor, weight: Tensor, *, offset: float, eps: float) -> Tensor:
+        """`rows / rms(rows) * (offset + weight)`, (..., size) with a weight (size,), contiguous."""
+        flat = _flatten(rows)
+        out = torch.empty(rows.shape)
+        self._rms_norm(
+            flat.data_ptr(),
+            flat.stride(0),
+            weight.data_ptr(),
+            offset,
+            eps,
+            out.data_ptr(),
+            *flat.shape,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def rotate(
+        self,
+        rows: Tensor,
+        num_q_heads: int,
+        num_k_heads: int,
+        cos: Tensor,
+        sin: Tensor,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        *,
+        eps: float = 0.0,
+    ) -> None:
+        """Rotary embedding in place, of the query heads and then the key heads that each row begins with.
+
+        Args:
+            rows: (num_rows, at least (num_q_heads + num_k_heads) * head_dim), its last stride 1.
+            num_q_heads: Query heads.
+            num_k_heads: Key heads.
+            cos: (num_rows, head_dim), its last stride 1; a head's halves turn together.
+            sin: Likewise, and with the same strides.
+            q_norm: (head_dim,) or None: weight of an RMS norm over each query head, before it is turned.
+            k_norm: Likewise for key heads.
+            eps: Of the norms.
+        """
+        self._rotate(
+            rows.data_ptr(),
+            rows.stride(0),
+            rows.shape[0],
+            num_q_heads,
+            num_k_heads,
+            cos.shape[1],
+            cos.data_ptr(),
+            sin.data_ptr(),
+            cos.stride(0),
+            None if q_norm is None else q_norm.data_ptr(),
+            None if k_norm is None else k_norm.data_ptr(),
+            eps,
+            torch.get_num_threads(),
+        )
 
     def decode(
         self,
@@ -129,6 +221,12 @@ class Library:
             None if alibi_slopes is None else alibi_slopes.data_ptr(),
             torch.get_num_threads(),
         )
+
+
+def _flatten(rows: Tensor) -> Tensor:
+    """`rows` (..., size) as (num_rows, size) whose last stride is 1; rows may lie apart."""
+    flat = rows.reshape(-1, rows.shape[-1])
+    return flat if flat.stride(1) == 1 else flat.contiguous()
 
 
 _loading = Lock()

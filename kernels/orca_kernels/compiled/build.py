@@ -38,8 +38,9 @@ def compile_library(folder: Path | None = None) -> Path:
     """
     compiler = _find_compiler()
     sources = sorted(FOLDER.glob("*.cpp"))
+    headers = sorted(FOLDER.glob("*.h"))
     folder = folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "orca_hf" / "kernels"
-    path = folder / f"orca_kernels-{_fingerprint(compiler, sources)}.so"
+    path = folder / f"orca_kernels-{_fingerprint(compiler, sources + headers)}.so"
     if path.exists():
         return path
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -71,9 +72,9 @@ def _find_compiler() -> str:
     raise CompileError("there is no C++ compiler (c++, g++ or clang++, or the one that CXX names)")
 
 
-def _fingerprint(compiler: str, sources: list[Path]) -> str:
+def _fingerprint(compiler: str, files: list[Path]) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    parts = [*(source.read_text() for source in sources), *_FLAGS, compiler, version.stdout, _processor()]
+    parts = [*(file.read_text() for file in files), *_FLAGS, compiler, version.stdout, _processor()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
 

@@ -8,27 +8,28 @@
 #include <cstdint>
 #include <cstring>
 
+#include <omp.h>
+
+#include "exponential.h"
+#include "vector.h"
+
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int kLanes = 16;
-constexpr int kRows = 12; // 24 accumulators, 2 of the weight, and room to broadcast an input
-#else
-constexpr int kLanes = 8;
-constexpr int kRows = 6;  // 12 accumulators of 16 registers
-#endif
+// 24 accumulators, 2 of the weight, and room to broadcast an input; or 12 accumulators of 16 registers.
+constexpr int kRows = kLanes == 16 ? 12 : 6;
 constexpr int kPanel = 2 * kLanes;
 constexpr int64_t kSerial = 1 << 15; // products that are done before a second thread has woken
+constexpr int64_t kChunk = 1 << 16;  // inputs of all the rows that a panel meets at a time: likewise
 constexpr int64_t kDepth = 2048;     // inputs that a panel is walked through at a time: fits the second-level cache
 
-typedef float Vector __attribute__((vector_size(kLanes * sizeof(float)), aligned(4), may_alias));
-
+// Some rows times one panel. What the next panels need is on its way meanwhile: `ahead`, `step` floats for each input.
 template <int ROWS>
-void multiply(const float* __restrict x, int64_t x_row, const float* __restrict panel, float* __restrict out,
-              int64_t out_row, int64_t depth, bool adds, int width) {
-  Vector acc[ROWS][2];
+inline void accumulate(const float* __restrict x, int64_t x_row, const float* __restrict panel, int64_t depth,
+                       const float* ahead, int64_t step, Vector (&acc)[ROWS][2]) {
   for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = Vector{};
   for (int64_t k = 0; k < depth; ++k) {
+    __builtin_prefetch(ahead + k * step, 0, 2);
+    __builtin_prefetch(ahead + k * step + kPanel / 2, 0, 2);
     const Vector w0 = *reinterpret_cast<const Vector*>(panel + k * kPanel);
     const Vector w1 = *reinterpret_cast<const Vector*>(panel + k * kPanel + kLanes);
 #pragma GCC unroll 16
@@ -38,6 +39,13 @@ void multiply(const float* __restrict x, int64_t x_row, const float* __restrict 
       acc[r][1] += w1 * value;
     }
   }
+}
+
+template <int ROWS>
+void multiply(const float* x, int64_t x_row, const float* panel, const float* ahead, int64_t step, float* out,
+              int64_t out_row, int64_t depth, bool adds, int width) {
+  Vector acc[ROWS][2];
+  accumulate<ROWS>(x, x_row, panel, depth, ahead, step, acc);
   for (int r = 0; r < ROWS; ++r) {
     float* row = out + r * out_row;
     if (width == kPanel) {
@@ -53,54 +61,131 @@ void multiply(const float* __restrict x, int64_t x_row, const float* __restrict 
   }
 }
 
-typedef void (*Multiply)(const float*, int64_t, const float*, float*, int64_t, int64_t, bool, int);
-constexpr Multiply kMultiply[] = {nullptr,      multiply<1>, multiply<2>, multiply<3>, multiply<4>,
-                                  multiply<5>,  multiply<6>,
+// x * sigmoid(z), where z is x (SiLU), or what makes it GELU by tanh: 1 + tanh(z / 2) is 2 sigmoid(z).
+inline float activate(float x, bool gelu) {
+  const float z = gelu ? 1.5957691216057308f * (x + 0.044715f * x * x * x) : x;
+  const float e = exponential(z < 0.0f ? z : -z);
+  return x * (z < 0.0f ? e : 1.0f) / (1.0f + e);
+}
+
+// A panel's first half are gates, its second half what they are for: activation(gate) * value.
+template <int ROWS>
+void multiply_gated(const float* x, int64_t x_row, const float* panel, const float* ahead, int64_t step, float* out,
+                    int64_t out_row, int64_t depth, bool gelu, int width) {
+  Vector acc[ROWS][2];
+  accumulate<ROWS>(x, x_row, panel, depth, ahead, step, acc);
+  for (int r = 0; r < ROWS; ++r) {
+    alignas(64) float values[kPanel];
+    std::memcpy(values, acc[r], sizeof(values));
+#pragma omp simd
+    for (int i = 0; i < kLanes; ++i) values[i] = activate(values[i], gelu) * values[kLanes + i];
+    std::memcpy(out + r * out_row, values, width * sizeof(float));
+  }
+}
+
+typedef void (*Multiply)(const float*, int64_t, const float*, const float*, int64_t, float*, int64_t, int64_t, bool, int);
 #if defined(__AVX512F__)
-                                  multiply<7>,  multiply<8>, multiply<9>, multiply<10>, multiply<11>, multiply<12>
+#define ORCA_BY_ROWS(F) {nullptr, F<1>, F<2>, F<3>, F<4>, F<5>, F<6>, F<7>, F<8>, F<9>, F<10>, F<11>, F<12>}
+#else
+#define ORCA_BY_ROWS(F) {nullptr, F<1>, F<2>, F<3>, F<4>, F<5>, F<6>}
 #endif
-};
+constexpr Multiply kMultiply[] = ORCA_BY_ROWS(multiply);
+constexpr Multiply kMultiplyGated[] = ORCA_BY_ROWS(multiply_gated);
+
+// Calls body(panel, begin_row, end_row) for the panels of the calling thread, with as many rows at a time as stay in its
+// second-level cache: each panel meets them all.
+template <typename Body>
+void for_panels(int64_t panels, int64_t num_rows, int64_t num_in, Body body) {
+  const int64_t num = omp_get_num_threads(), me = omp_get_thread_num();
+  const int64_t most = std::max<int64_t>(4 * kRows, kChunk / num_in), chunks = (num_rows + most - 1) / most;
+  for (int64_t c = 0; c < chunks; ++c)
+    for (int64_t p = panels * me / num; p < panels * (me + 1) / num; ++p)
+      body(p, num_rows * c / chunks, num_rows * (c + 1) / chunks);
+}
+
+// Calls body(row, rows, panel, ahead, step) for tiles of equal size: 13 rows are 7 and 6, not 12 and 1. Together they
+// bring the next panel in.
+template <typename Body>
+void for_tiles(int64_t begin_row, int64_t end_row, const float* panel, int64_t depth, Body body) {
+  const int64_t num_rows = end_row - begin_row, tiles = (num_rows + kRows - 1) / kRows;
+  for (int64_t t = 0; t < tiles; ++t) {
+    const int64_t first = num_rows * t / tiles;
+    body(begin_row + first, num_rows * (t + 1) / tiles - first, panel, panel + (tiles + t) * depth * kPanel / tiles,
+         kPanel / tiles);
+  }
+}
+
+// `width` rows of a weight, then zeros, into the first `lanes` places of each step of a panel.
+void pack_rows(const float* weight, int64_t width, int64_t lanes, int64_t num_in, float* panel) {
+  constexpr int64_t kSteps = 64; // what is written meanwhile stays in the first-level cache
+  for (int64_t begin = 0; begin < num_in; begin += kSteps)
+    for (int64_t i = 0; i < lanes; ++i)
+      for (int64_t k = begin; k < std::min(begin + kSteps, num_in); ++k)
+        panel[k * kPanel + i] = i < width ? weight[i * num_in + k] : 0.0f;
+}
 
 }  // namespace
 
 extern "C" {
 
-// Floats that a packed weight takes.
+// Floats that a packed weight takes, and a packed pair of gate and up, which have the same shape.
 int64_t orca_packed_size(int64_t num_out, int64_t num_in) { return (num_out + kPanel - 1) / kPanel * kPanel * num_in; }
+int64_t orca_gated_size(int64_t num_out, int64_t num_in) { return (num_out + kLanes - 1) / kLanes * kPanel * num_in; }
 
 // weight: (num_out, num_in), contiguous. packed: orca_packed_size floats.
 void orca_pack_f32(const float* weight, int64_t num_out, int64_t num_in, float* packed) {
   const int64_t panels = (num_out + kPanel - 1) / kPanel;
 #pragma omp parallel for schedule(static)
   for (int64_t p = 0; p < panels; ++p)
-    for (int64_t k = 0; k < num_in; ++k)
-      for (int i = 0; i < kPanel; ++i) {
-        const int64_t n = p * kPanel + i;
-        packed[(p * num_in + k) * kPanel + i] = n < num_out ? weight[n * num_in + k] : 0.0f;
-      }
+    pack_rows(weight + p * kPanel * num_in, std::min<int64_t>(kPanel, num_out - p * kPanel), kPanel, num_in,
+              packed + p * num_in * kPanel);
 }
 
 // x: (num_rows, num_in), rows x_row apart. bias: (num_out) or null. out: (num_rows, num_out), contiguous.
 void orca_linear_f32(const float* x, int64_t x_row, const float* packed, const float* bias, float* out,
                      int64_t num_rows, int64_t num_out, int64_t num_in, int64_t num_threads) {
   const int64_t panels = (num_out + kPanel - 1) / kPanel;
-  // Equal tiles: 13 rows are 7 and 6, not 12 and 1.
-  const int64_t tiles = (num_rows + kRows - 1) / kRows;
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows * num_out * num_in > kSerial)
-  for (int64_t p = 0; p < panels; ++p) {
+#pragma omp parallel num_threads(num_threads) if (num_rows * num_out * num_in > kSerial)
+  for_panels(panels, num_rows, num_in, [&](int64_t p, int64_t begin_row, int64_t end_row) {
     const int width = static_cast<int>(std::min<int64_t>(kPanel, num_out - p * kPanel));
+    float* const target = out + p * kPanel;
     for (int64_t begin = 0; begin < num_in; begin += kDepth) {
       const int64_t depth = std::min(kDepth, num_in - begin);
-      const float* panel = packed + (p * num_in + begin) * kPanel;
-      for (int64_t t = 0; t < tiles; ++t) {
-        const int64_t r0 = num_rows * t / tiles, r1 = num_rows * (t + 1) / tiles;
-        kMultiply[r1 - r0](x + r0 * x_row + begin, x_row, panel, out + r0 * num_out + p * kPanel, num_out, depth,
-                           begin > 0, width);
-      }
+      for_tiles(begin_row, end_row, packed + (p * num_in + begin) * kPanel, depth,
+                [&](int64_t row, int64_t rows, const float* panel, const float* ahead, int64_t step) {
+                  kMultiply[rows](x + row * x_row + begin, x_row, panel, ahead, step, target + row * num_out, num_out,
+                                  depth, begin > 0, width);
+                });
     }
     if (bias)
-      for (int64_t r = 0; r < num_rows; ++r)
-        for (int i = 0; i < width; ++i) out[r * num_out + p * kPanel + i] += bias[p * kPanel + i];
+      for (int64_t r = begin_row; r < end_row; ++r)
+        for (int i = 0; i < width; ++i) target[r * num_out + i] += bias[p * kPanel + i];
+  });
+}
+
+// gate, up: (num_out, num_in), contiguous. packed: orca_gated_size floats.
+void orca_pack_gated_f32(const float* gate, const float* up, int64_t num_out, int64_t num_in, float* packed) {
+  const int64_t panels = (num_out + kLanes - 1) / kLanes;
+#pragma omp parallel for schedule(static)
+  for (int64_t p = 0; p < panels; ++p) {
+    const int64_t first = p * kLanes * num_in, width = std::min<int64_t>(kLanes, num_out - p * kLanes);
+    pack_rows(gate + first, width, kLanes, num_in, packed + p * num_in * kPanel);
+    pack_rows(up + first, width, kLanes, num_in, packed + p * num_in * kPanel + kLanes);
   }
+}
+
+// activation(x gate^T) * (x up^T), with gelu by tanh or SiLU. out: (num_rows, num_out), contiguous.
+void orca_gated_f32(const float* x, int64_t x_row, const float* packed, float* out, int64_t num_rows, int64_t num_out,
+                    int64_t num_in, int64_t gelu, int64_t num_threads) {
+  const int64_t panels = (num_out + kLanes - 1) / kLanes;
+#pragma omp parallel num_threads(num_threads) if (num_rows * num_out * num_in > kSerial)
+  for_panels(panels, num_rows, num_in, [&](int64_t p, int64_t begin_row, int64_t end_row) {
+    const int width = static_cast<int>(std::min<int64_t>(kLanes, num_out - p * kLanes));
+    for_tiles(begin_row, end_row, packed + p * num_in * kPanel, num_in,
+              [&](int64_t row, int64_t rows, const float* panel, const float* ahead, int64_t step) {
+                kMultiplyGated[rows](x + row * x_row, x_row, panel, ahead, step, out + row * num_out + p * kLanes,
+                                     num_out, num_in, gelu != 0, width);
+              });
+  });
 }
 }

@@ -1,0 +1,168 @@
+"""Copies of a model's weights in the layouts that the CPU likes best, for as long as the weights stay the same.
+
+The price is a second copy of the weights, and that a copy must never outlive the weight it was made from: see
+`PackedWeights.refresh`.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from orca_hf.fused_forwards import FusedForward, fuse
+from orca_hf.packed_linear import PackedLinear, can_pack, is_changed
+from orca_hf.patches import StandIn
+from orca_kernels import compiled
+
+# Elements of a product that fit into a core's cache.
+_CACHED = 2**18
+
+Forward = FusedForward | PackedLinear
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A linear's weight as it was when it was packed."""
+
+    linear: nn.Linear
+    weight: Tensor
+    version: int
+    pointer: int
+    fingerprint: tuple[Tensor, Tensor]
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> "_Source":
+        weight = linear.weight
+        return cls(linear, weight, weight._version, weight.data_ptr(), _fingerprint(weight))
+
+    def is_current(self) -> bool:
+        """Whether the linear still holds the tensor that was packed, unchanged as far as PyTorch counts."""
+        weight = self.linear._parameters.get("weight")  # by attribute it takes ten times as long
+        return (
+            weight is self.weight
+            and weight._version == self.version
+            and weight.data_ptr() == self.pointer
+            and not is_changed(self.linear)
+        )
+
+
+class PackedWeights:
+    """Packed copies of a model's linear weights, and the forwards that compute from them.
+
+    A weight may change under us in two ways. Ordinary writes (an optimizer's, `load_state_dict`, assignment of a new
+    parameter) move the tensor's version counter, its identity or its address, which `refresh` checks before every
+    iteration. Writes through `.data` move none of them; so `refresh(deep=True)`, called whenever the engine starts to
+    work, also compares a fingerprint over every bit of every weight, at memory speed.
+
+    Attributes:
+        is_new: Copies have been made since this was set to False: some forwards have never run.
+    """
+
+    def __init__(self) -> None:
+        self.is_new = False
+        self._sources: dict[StandIn, tuple[_Source, ...]] = {}
+        self._modules: set[nn.Module] = set()  # those that a stand-in, or a linear's, stands for
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the packed copies take."""
+        weights = [source.weight for sources in self._sources.values() for source in sources]
+        return sum(weight.numel() * weight.element_size() for weight in weights)
+
+    @property
+    def forwards(self) -> list[StandIn]:
+        """For each module the forward to run in place of its own."""
+        return list(self._sources)
+
+    def clear(self) -> None:
+        """Drop all packed copies."""
+        self._sources.clear()
+        self._modules.clear()
+
+    def pack(self, modules: Iterable[nn.Module], max_bytes: Callable[[], int]) -> None:
+        """Pack what can be among `modules`, and is not yet; all of it or nothing.
+
+        Args:
+            modules: The model's modules.
+            max_bytes: Says how much memory the new copies may take; asked only if there are any.
+        """
+        found = _find_forwards(module for module in modules if module not in self._modules)
+        needed = sum(
+            linear.weight.numel() * linear.weight.element_size() for linears in found.values() for linear in linears
+        )
+        if needed and needed <= max_bytes():
+            self._add(found)
+
+    def refresh(self, *, deep: bool) -> None:
+        """Pack anew what is no longer what it was; after this, every packed copy equals its weight.
+
+        Args:
+            deep: Compare the weights' contents too, not only PyTorch's own bookkeeping.
+        """
+        for forward, sources in list(self._sources.items()):
+            if all(
+                source.is_current() and not (deep and not _same(source.fingerprint, _fingerprint(source.weight)))
+                for source in sources
+            ):
+                continue
+            del self._sources[forward]
+            modules = dict.fromkeys((forward.module, *(source.linear for source in sources)))
+            self._modules.difference_update(modules)
+            self._add(_find_forwards(modules))
+
+    def _add(self, found: dict[Forward, tuple[nn.Linear, ...]]) -> None:
+        with torch.no_grad():
+            for forward, linears in found.items():
+                forward.pack()
+                self._sources[forward] = tuple(map(_Source.of, linears))
+                self._modules.update((forward.module, *linears))
+                self.is_new = True
+
+
+def _find_forwards(modules: Iterable[nn.Module]) -> dict[Forward, tuple[nn.Linear, ...]]:
+    """What can stand in for the forwards of `modules`, each with the linears that it has copies of."""
+    modules = list(modules)
+    packable = dict.fromkeys(filter(can_pack, modules))
+    if not packable:
+        return {}
+    found: dict[Forward, tuple[nn.Linear, ...]] = {}
+    library = compiled.library()
+    if library is not None:
+        for module in modules:
+            if is_changed(module) or (forward := fuse(module, library)) is None:
+                continue
+            linears = forward.linears
+            if all(linear in packable and linear.weight.dtype is torch.float32 for linear in linears):
+                found[forward] = linears
+                for linear in linears:
+                    del packable[linear]
+    for linear in packable:
+        found[PackedLinear(linear)] = (linear,)
+    return found
+
+
+def _fingerprint(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """For every row the sum of its bits, and its product with a fixed random vector.
+
+    The first sees the smallest change of one value, the second any change that moves what the linear computes: an
+    exchange of columns, a flip of signs.
+    """
+    weight = weight.detach()
+    row_bytes = weight.shape[1] * weight.element_size()
+    words = next(word for word in (torch.int64, torch.int32, torch.int16) if row_bytes % word.itemsize == 0)
+    bits = weight.view(words).sum(dim=1, dtype=torch.int64)
+    direction = _direction(weight.shape[1])
+    # In pieces that stay in the cache: twice as fast as one product, which would write the weight's size to memory.
+    pieces = [(piece.float() * direction).sum(dim=1) for piece in weight.split(max(1, _CACHED // weight.shape[1]))]
+    return bits, torch.cat(pieces).view(torch.int32)  # as bits, so that NaN equals itself
+
+
+@cache
+def _direction(size: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(0))
+
+
+def _same(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> bool:
+    return all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(left, right, strict=True))
