@@ -5,32 +5,47 @@ from typing import TYPE_CHECKING, Any
 
 from orca_hf.config import OrcaConfig
 from orca_hf.errors import (
+    CancelledError,
     CapacityError,
     CheckpointError,
     ConfigError,
+    DeadlineError,
+    ForwardError,
     ModelError,
     OrcaError,
     RequestError,
+    StoppedError,
     TokenIdError,
 )
 
 if TYPE_CHECKING:
     from orca_hf.loading import load
     from orca_hf.pipelines import pipeline
+    from orca_hf.serving import RequestHandle, ServingEngine, ServingStats, Timings, TokenLogprobs, engine
     from orca_hf.wrapping import Explanation, explain, is_wrapped, release, unwrap, wrap
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CancelledError",
     "CapacityError",
     "CheckpointError",
     "ConfigError",
+    "DeadlineError",
     "Explanation",
+    "ForwardError",
     "ModelError",
     "OrcaConfig",
     "OrcaError",
     "RequestError",
+    "RequestHandle",
+    "ServingEngine",
+    "ServingStats",
+    "StoppedError",
+    "Timings",
     "TokenIdError",
+    "TokenLogprobs",
+    "engine",
     "explain",
     "is_wrapped",
     "load",
@@ -44,6 +59,7 @@ __all__ = [
 _MODULES = {
     "orca_hf.loading": ("load",),
     "orca_hf.pipelines": ("pipeline",),
+    "orca_hf.serving": ("RequestHandle", "ServingEngine", "ServingStats", "Timings", "TokenLogprobs", "engine"),
     "orca_hf.wrapping": ("Explanation", "explain", "is_wrapped", "release", "unwrap", "wrap"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -1,4 +1,4 @@
-"""The command line: `orca-hf demo` and `orca-hf bench`."""
+"""The command line: `orca-hf demo`, `orca-hf serve` and `orca-hf bench`."""
 
 import argparse
 import sys
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from orca_hf import __version__
 from orca_hf.bench.arguments import add_bench
-from orca_hf.errors import OrcaError
+from orca_hf.errors import ConfigError, OrcaError
+from orca_hf.server.arguments import add_serve
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,10 +18,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo = commands.add_parser("demo", help="answer eight prompts at once, and compare with native generate()")
     demo.add_argument("--model", help="a folder or hub id (default: SmolLM2-135M-Instruct, fetched from PyPI)")
     demo.add_argument("--max-new-tokens", type=int, default=64, help="longest answer (default: 64)")
+    add_serve(commands)
     add_bench(commands)
     given = parser.parse_args(arguments)
     try:
-        return _bench(given) if given.command == "bench" else _demo(given)
+        return {"bench": _bench, "demo": _demo, "serve": _serve}[given.command](given)
     except OrcaError as error:
         print(f"orca-hf: {error}", file=sys.stderr)  # noqa: T201 - a program's message
         return 1
@@ -38,6 +40,14 @@ def _bench(given: argparse.Namespace) -> int:
     from orca_hf.bench.command import run_bench
 
     return run_bench(given, write=_write)
+
+
+def _serve(given: argparse.Namespace) -> int:
+    try:
+        from orca_hf.server.command import run_serve
+    except ImportError as error:
+        raise ConfigError(f"{error.name} is missing, which serving needs: pip install 'orca-hf[serve]'.") from error
+    return run_serve(given, write=_write)
 
 
 def _write(line: str) -> None:

@@ -34,3 +34,19 @@ class UnsupportedError(OrcaError):
 
     Raised inside a forward; `generate()` answers it by running natively, with this text as the reason.
     """
+
+
+class CancelledError(OrcaError):
+    """A submitted request that was cancelled, or that nobody wanted any more."""
+
+
+class DeadlineError(OrcaError):
+    """A submitted request whose deadline passed before its end. Not a TimeoutError: waiting longer will not help."""
+
+
+class ForwardError(OrcaError):
+    """A forward of the model failed while a submitted request was in it; `__cause__` is what the model raised."""
+
+
+class StoppedError(OrcaError):
+    """An engine that takes no requests: it was told to stop, or its thread has died."""

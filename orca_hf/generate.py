@@ -10,17 +10,19 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 from weakref import WeakSet
 
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import StopStringCriteria
+from transformers.generation import GenerationMixin, StopStringCriteria
+from transformers.generation.streamers import BaseStreamer
 
 from orca_hf.config import OrcaConfig
 from orca_hf.eligibility import GENERATE_KEYWORDS, call_reasons, input_reasons, output_reasons, prepared_reasons
-from orca_hf.engine import Engine
+from orca_hf.engines import Engine
 from orca_hf.errors import OrcaError, UnsupportedError
 from orca_hf.model_eligibility import (
     autocast_state,
@@ -33,6 +35,7 @@ from orca_hf.patches import all_modules, undo_patches
 from orca_hf.prepared_call import PreparedCall, max_length_of
 from orca_hf.runner import ModelRunner, model_structure
 from orca_hf.sampling import Streamer
+from orca_hf.work import Work
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +64,8 @@ class OrcaGenerate:
         self._unsupported: dict[Any, tuple[Any, str]] = {}  # the structure that could not be run, and why
         self._lock = threading.Lock()  # guards the two
         self._logged: set[str] = set()
+        self.work = Work()
+        self.num_native = 0  # calls that went to the native path
         _all.add(self)
 
     @property
@@ -121,6 +126,52 @@ class OrcaGenerate:
 
         return self._native(**call, custom_generate=look)
 
+    def prepare(self, **kwargs: Any) -> "Preparation":
+        """Judge a call and have generate() prepare it, without running it. The streamer hears nothing.
+
+        Raises:
+            Exception: Whatever such a call raises before its first forward.
+        """
+        arguments = self._bind((), kwargs)
+        modules = all_modules(self.model)
+        reasons, merged = self._reasons(arguments, modules)
+        engine = None
+        if not reasons:
+            engine, reasons = self._find_engine(modules)
+        if engine is not None:
+            reasons = output_reasons(merged, engine.runner.has_native_cache)
+        if reasons and not _can_be_looked_at(self.model, arguments, merged):
+            return Preparation(None, reasons, merged, None)
+        has_streamer = arguments.get("streamer") is not None
+        if has_streamer:
+            arguments["streamer"] = _Deaf()
+            if reasons:  # generate() does not judge a streamer's mode for a decoding loop of ours
+                mode = merged.get_generation_mode(None)
+                self._private("_validate_generation_mode")(mode, merged, {"streamer": arguments["streamer"]})
+
+        def look(model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> Preparation:
+            call, why = None, reasons
+            if engine is not None and not reasons:
+                try:
+                    call, why = self._plan(engine, has_streamer, input_ids, **prepared)
+                except UnsupportedError as error:
+                    why = [str(error)]
+            return Preparation(None if why else call, why, merged, prepared["stopping_criteria"])
+
+        return self._native(**_seam_arguments(arguments, merged), custom_generate=look)
+
+    def warm_up(self) -> None:
+        """Make the engine that a call would want, so that the first one need not wait for the model's trial."""
+        modules = all_modules(self.model)
+        reasons = model_reasons(self.model, modules) + module_reasons(modules) + training_reasons(self.model, modules)
+        if not reasons:
+            self._find_engine(modules)
+
+    def run_natively(self, reasons: list[str], **kwargs: Any) -> Any:
+        """The model's own generate(), for these reasons."""
+        self._log_native(reasons)
+        return self._native(**kwargs)
+
     def release(self) -> None:
         """Give K/V memory and packed weights of idle engines back; they are made again when needed."""
         with self._lock:
@@ -154,6 +205,8 @@ class OrcaGenerate:
         return reasons + call_reasons(self.model, arguments, merged), merged
 
     def _log_native(self, reasons: list[str]) -> None:
+        with self._lock:
+            self.num_native += 1
         for reason in reasons:
             if reason not in self._logged:
                 self._logged.add(reason)
@@ -185,6 +238,7 @@ class OrcaGenerate:
                     self._engines.pop(autocast, None)
                     why = f"a trial iteration raised {type(error).__name__}: {error}"
                 else:
+                    engine.work = self.work
                     self._engines[autocast] = engine
                     return engine, []
             return None, [f"{type(self.model).__name__} cannot be run by Orca: {why}"]
@@ -240,6 +294,46 @@ class OrcaGenerate:
         return self._native(**call, custom_generate=decode)
 
 
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """A call that is ready to run.
+
+    Attributes:
+        call: What Orca is to run; None where native generate() is to.
+        reasons: Why native generate() is to.
+        generation_config: The call's configuration, with everything merged that generate() merges.
+        criteria: When its rows end; None where generate() would have run the model to prepare them.
+    """
+
+    call: PreparedCall | None
+    reasons: list[str]
+    generation_config: GenerationConfig
+    criteria: StoppingCriteriaList | None
+
+
+class _Deaf(BaseStreamer):
+    """A streamer for a call that is only prepared."""
+
+    def put(self, value: Tensor) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+def _can_be_looked_at(model: PreTrainedModel, arguments: dict[str, Any], merged: GenerationConfig) -> bool:
+    """Whether generate() can prepare a call that goes native without running anything."""
+    return (
+        type(model).generate is GenerationMixin.generate  # type: ignore[attr-defined]
+        and not model.config.is_encoder_decoder
+        and arguments.get("custom_generate") is None
+        and arguments.get("assistant_model") is None
+        and merged.cache_implementation != "paged"
+        and not merged.token_healing
+        and model.generation_config.stop_strings is None
+    )
+
+
 # Every wrapped model's, for the child of a fork: there, no thread goes on that drives an engine or holds a lock.
 _all: WeakSet[OrcaGenerate] = WeakSet()
 
@@ -287,7 +381,9 @@ def _move_stop_strings(call: dict[str, Any], merged: GenerationConfig) -> None:
     """
     if merged.stop_strings is None:
         return
-    tokenizer = call.pop("tokenizer")
+    tokenizer = call.pop("tokenizer", None)
+    if tokenizer is None:
+        return  # generate() says so
     criteria = StoppingCriteriaList(call.get("stopping_criteria") or ())
     if not any(type(criterion) is StopStringCriteria for criterion in criteria):
         criteria.append(StopStringCriteria(stop_strings=merged.stop_strings, tokenizer=tokenizer))

@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput, MaxLengthCriteria
 
-from orca_hf.engine import Engine
+from orca_hf.engines import Engine
 from orca_hf.errors import TokenIdError, UnsupportedError
 from orca_hf.runner import CACHE_FIELD, dummy_layers
 from orca_hf.sampling import Generation, Streamer
@@ -64,16 +64,20 @@ class PreparedCall:
             return []
         return ["its rows are looked at together and do not fit into the K/V memory at once"]
 
+    def generation(self, streamer: Streamer | None, seed: int | None = None) -> Generation:
+        """The call as the engine serves it; its random state is taken now."""
+        num_rows = len(self.prompts)
+        lockstep = self.options.must_lockstep(num_rows, streamer is not None)
+        lockstep |= self.fits and self.options.wants_lockstep(num_rows)
+        return Generation(self.input_ids, self.prompts, self.options, streamer=streamer, lockstep=lockstep, seed=seed)
+
     def run(self, streamer: Streamer | None) -> Tensor | GenerateDecoderOnlyOutput:
         """Serve it to its end, and return what generate() returns.
 
         Raises:
             BaseException: Whatever ended it; `has_tokens` says whether there were tokens by then.
         """
-        num_rows = len(self.prompts)
-        lockstep = self.options.must_lockstep(num_rows, streamer is not None)
-        lockstep |= self.fits and self.options.wants_lockstep(num_rows)
-        generation = Generation(self.input_ids, self.prompts, self.options, streamer=streamer, lockstep=lockstep)
+        generation = self.generation(streamer)
         try:
             self.engine.run(generation)
         finally:

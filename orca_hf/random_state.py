@@ -12,7 +12,7 @@ from torch import Tensor
 _NUM_SEEDS = 2**62
 # States of default generators that a running call has taken as its own, so that no two calls draw the same numbers.
 _taken: list[Tensor] = []
-_lock = threading.Lock()
+_lock = threading.RLock()  # a user's code, which may draw in turn, runs under it
 _seed: ContextVar[int | None] = ContextVar("orca_seed", default=None)
 if hasattr(os, "register_at_fork"):
     # Held over a fork, so that no child finds it taken by a thread that it does not have; nor do calls of such go on.
@@ -36,6 +36,14 @@ def draw_seed(device: torch.device) -> int:
     return int(torch.randint(_NUM_SEEDS, (), generator=generator, device=device))
 
 
+@contextmanager
+def reseeded(seed: int) -> Iterator[None]:
+    """Let the default generators be as after `torch.manual_seed(seed)` within the block, and as they were after it."""
+    with _lock, torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        yield
+
+
 class DefaultGenerator:
     """A private continuation of a device's default generator.
 
@@ -48,31 +56,57 @@ class DefaultGenerator:
         device: The device whose default generator is followed.
         num_streams: 1 follows it number by number. More gives each row a stream of its own, seeded from it in turn.
         shared: Draw from the default generator itself, since code of the user's may draw from it in between.
+        seed: Follow the default generator as it would be after `torch.manual_seed(seed)`, in one stream, and leave the
+            real one alone.
     """
 
-    def __init__(self, device: torch.device, num_streams: int = 1, *, shared: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, num_streams: int = 1, *, shared: bool = False, seed: int | None = None
+    ) -> None:
         self._default = _default_generator(device)
         self._closed = False
         self._shared = shared
-        seed = _seed.get()
+        self._own = seed is not None
+        of_thread = _seed.get()
         with _lock:
             self._start = self._default.get_state()
             self._follows = (
                 not shared
                 and seed is None
+                and of_thread is None
                 and num_streams == 1
                 and not any(torch.equal(self._start, state) for state in _taken)
             )
-            if shared:
+            if seed is not None:
+                self._streams = [torch.Generator(device).manual_seed(seed)]
+            elif shared:
                 self._streams = [self._default]
             elif self._follows:
                 _taken.append(self._start)
                 self._streams = [torch.Generator(device)]
                 self._streams[0].set_state(self._start)
             else:
-                source = self._default if seed is None else torch.Generator(device).manual_seed(seed)
+                source = self._default if of_thread is None else torch.Generator(device).manual_seed(of_thread)
                 seeds = torch.randint(_NUM_SEEDS, (num_streams,), generator=source, device=device).tolist()
                 self._streams = [torch.Generator(device).manual_seed(each) for each in seeds]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let a seeded stream stand for the default generator, for code of the user's that may draw from that."""
+        if not (self._own and self._shared):
+            yield
+            return
+        stream = self._streams[0]
+        with _lock:
+            outside = self._default.get_state()
+            self._default.set_state(stream.get_state())
+            self._streams = [self._default]
+            try:
+                yield
+            finally:
+                stream.set_state(self._default.get_state())
+                self._streams = [stream]
+                self._default.set_state(outside)
 
     def draw(self, probs: Tensor, stream: int = 0) -> Tensor:
         """(num_rows, vocab_size) probabilities to (num_rows,) tokens."""
@@ -88,7 +122,7 @@ class DefaultGenerator:
             if self._closed:
                 return
             self._closed = True
-            if self._shared and discard:
+            if self._shared and discard and not self._own:
                 self._default.set_state(self._start)
             if self._follows:
                 _taken[:] = [state for state in _taken if state is not self._start]

@@ -178,6 +178,14 @@ class ModelRunner:
         if self.graphs is not None:
             self.graphs.clear()
 
+    @staticmethod
+    def ran_out_of_memory(error: Exception) -> bool:
+        """Whether a forward failed for want of memory alone; what PyTorch's allocators keep unused is then free."""
+        if isinstance(error, torch.OutOfMemoryError):
+            torch.cuda.empty_cache()
+            return True
+        return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
     def run(self, iteration: Iteration, remaining: int = 0) -> Tensor:
         """One forward of the model over an iteration.
 

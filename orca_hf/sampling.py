@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -26,6 +26,28 @@ class Streamer(Protocol):
         """No more tokens will come."""
 
 
+class Listener(Protocol):
+    """Who reads a submitted request of one row; called by whoever drives, mostly under the lock, so it must be quick.
+
+    Attributes:
+        wants_logits: Whether `weigh` is to be called.
+    """
+
+    wants_logits: bool
+
+    def weigh(self, logits: Tensor, token: int) -> None:
+        """See the raw logits, (vocab_size,), of which `token` was made; not under the lock."""
+
+    def token(self, token: int) -> None:
+        """Take the next token."""
+
+    def ended(self) -> None:
+        """No more tokens will come: the call is done. Not under the lock if there is a streamer. May come twice."""
+
+    def wake(self) -> None:
+        """Nobody drives any more."""
+
+
 class Generation:
     """One generate() call while it is served: its rows as requests, and what becomes of them.
 
@@ -40,6 +62,12 @@ class Generation:
         options: What to do with the logits.
         streamer: Gets the tokens as they come, or None.
         lockstep: Whether the rows go in lockstep.
+        seed: Of the random draws, which are then those after `torch.manual_seed(seed)`; None follows the default
+            generator.
+
+    Attributes:
+        listener: Who reads the only row of a submitted request; None where a thread waits for the whole call.
+        deadline: When to end it, on the engine's clock, or None.
     """
 
     def __init__(
@@ -50,8 +78,11 @@ class Generation:
         *,
         streamer: Streamer | None = None,
         lockstep: bool = False,
+        seed: int | None = None,
     ) -> None:
         self.options = options
+        self.listener: Listener | None = None
+        self.deadline: float | None = None
         self.streamer = streamer
         self.lockstep = lockstep
         self.error: BaseException | None = None
@@ -72,9 +103,11 @@ class Generation:
         self._greedy = options.is_plain_greedy and not lockstep
         self._sampling = options.is_plain_sampling and not lockstep
         self._generator: DefaultGenerator | None = None
-        if options.do_sample:
+        if options.do_sample or (seed is not None and options.has_foreign_code):
             num_streams = 1 if lockstep else num_rows
-            self._generator = DefaultGenerator(input_ids.device, num_streams, shared=options.has_foreign_code)
+            self._generator = DefaultGenerator(
+                input_ids.device, num_streams, shared=options.has_foreign_code, seed=seed
+            )
         self._input_ids = input_ids
         self._inference_mode = torch.is_inference_mode_enabled()
         # The rows as processors and criteria are shown them; (num_rows, longest) int64.
@@ -149,7 +182,8 @@ class Generation:
             (request, token, whether the row has ended) of each row that got a token; in lockstep that is none until
             all rows are there, and then all.
         """
-        with self._callers_mode():
+        own_random = nullcontext() if self._generator is None else self._generator.in_place()
+        with self._callers_mode(), own_random:
             return self._accept_logits([self._row_of[id(request)] for request in requests], logits)
 
     @contextmanager

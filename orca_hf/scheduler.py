@@ -84,6 +84,29 @@ class Scheduler:
         """Whether no request is waiting or admitted."""
         return not self._admitted and self.num_waiting == 0
 
+    @property
+    def num_used(self) -> int:
+        """Slots whose K/V are computed, of those reserved."""
+        return sum(request.computed for request in self._admitted.values())
+
+    def faults(self) -> list[str]:
+        """What contradicts itself between iterations, in words; empty unless there is a defect."""
+        found = []
+        blocks = [block for request in self._admitted.values() for block in request.blocks]
+        if len(set(blocks)) != len(blocks):
+            found.append("two requests hold one block")
+        if len(blocks) * self.kv_manager.block_size != self.kv_manager.num_reserved:
+            found.append(f"{self.kv_manager.num_reserved} slots are reserved, and requests hold {len(blocks)} blocks")
+        if sum(not request.finished for request in self._waiting) != self.num_waiting:
+            found.append(f"{self.num_waiting} requests are counted as waiting")
+        if self._num_in_flight == 0 and any(r.state is not RequestState.READY for r in self._admitted.values()):
+            found.append("a request is in flight without an iteration")
+        return found
+
+    def number_on(self, other: "Scheduler") -> None:
+        """Go on with the arrival numbers of `other`, in whose place this one comes."""
+        self._next_id = other._next_id
+
     def submit(self, request: Request) -> None:
         """Put `request` into the pool.
 

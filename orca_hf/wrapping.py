@@ -7,9 +7,9 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from orca_hf.config import OrcaConfig
-from orca_hf.engine import EngineStats
 from orca_hf.errors import ConfigError, ModelError
 from orca_hf.generate import OrcaGenerate
+from orca_hf.work import EngineStats
 
 Model = TypeVar("Model")
 
@@ -120,6 +120,18 @@ def explain(model: object, generation_config: GenerationConfig | None = None, **
     reasons = generate.explain(generation_config=generation_config, **generate_kwargs)
     engines = tuple(engine.stats for engine in generate.engines)
     return Explanation("native" if reasons else "orca", tuple(reasons), engines)
+
+
+def orca_generate(model: object) -> OrcaGenerate:
+    """The generate() of a wrapped model, for those who ask more of it than to be called.
+
+    Raises:
+        ModelError: `model` is not wrapped.
+    """
+    found = _orca_generate(_find_causal_lm(model))
+    if found is None:
+        raise ModelError("The model is not wrapped; call orca_hf.wrap(model).")
+    return found
 
 
 def _orca_generate(model: PreTrainedModel) -> OrcaGenerate | None:

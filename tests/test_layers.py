@@ -43,10 +43,10 @@ LAYERS = [
         "warping",
     ],
     ["runner", "trial"],
-    ["engine"],
+    ["backoff", "calls", "engines", "work"],
     ["checkpoint", "concurrent_calls", "eligibility", "generate", "model_eligibility", "prepared_call"],
-    ["__init__", "loading", "pipelines", "wrapping"],
-    ["bench", "cli", "demo"],
+    ["__init__", "loading", "pipelines", "serving", "wrapping"],
+    ["bench", "cli", "demo", "server"],
 ]
 LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
 PURE_LAYERS = 3  # the lowest ones: nothing but the standard library
@@ -203,7 +203,7 @@ def test_lowest_layers_import_the_standard_library_only(library: list[Module]) -
 
 
 def test_engine_needs_torch_for_its_types_only(library: list[Module]) -> None:
-    engine = [module for module in library if module.place == "engine"]
+    engine = [module for module in library if module.place == "engines"]
     assert len(engine) == 1
     assert foreign_imports(engine, allowed=set(), types_too=False) == []
 
@@ -238,7 +238,7 @@ def one(name: str, source: str) -> Module:
         ("scheduler", "from . import runner", "orca_hf/scheduler.py:1 (layer 2) imports orca_hf.runner (layer 4)"),
         ("cli.main", "from ..runner import x", None),
         ("scheduler", "import orca_hf", "orca_hf/scheduler.py:1 (layer 2) imports orca_hf (layer 7)"),
-        ("engine", "from orca_hf import wrap", "orca_hf/engine.py:1 (layer 5) imports orca_hf (layer 7)"),
+        ("engines", "from orca_hf import wrap", "orca_hf/engines.py:1 (layer 5) imports orca_hf (layer 7)"),
         (
             "config",
             "def f():\n    import orca_hf.wrapping",
@@ -246,15 +246,15 @@ def one(name: str, source: str) -> Module:
         ),
         (
             "runner",
-            "if TYPE_CHECKING:\n    from orca_hf.engine import Engine",
-            "orca_hf/runner.py:2 (layer 4) imports orca_hf.engine (layer 5)",
+            "if TYPE_CHECKING:\n    from orca_hf.engines import Engine",
+            "orca_hf/runner.py:2 (layer 4) imports orca_hf.engines (layer 5)",
         ),
         (
-            "engine",
+            "engines",
             "from orca_hf.novelty import x",
-            "orca_hf/engine.py:1 (layer 5) imports orca_hf.novelty, which is in no layer",
+            "orca_hf/engines.py:1 (layer 5) imports orca_hf.novelty, which is in no layer",
         ),
-        ("engine", "from orca_hf.runner import x\nfrom orca_hf.config import y\nimport torch", None),
+        ("engines", "from orca_hf.runner import x\nfrom orca_hf.config import y\nimport torch", None),
         ("patches", "from orca_hf.attention import x", None),
         ("cli", "from orca_hf import __version__", None),
     ],
@@ -265,7 +265,7 @@ def test_reader_names_the_file_the_import_and_both_layers(name: str, source: str
 
 
 def test_reader_finds_a_file_without_a_place() -> None:
-    assert unplaced([one("novelty", ""), one("engine", "")]) == [
+    assert unplaced([one("novelty", ""), one("engines", "")]) == [
         "orca_hf/novelty.py is in no layer: give it its place in LAYERS"
     ]
 
@@ -277,8 +277,8 @@ def test_reader_finds_a_circle() -> None:
 
 
 def test_reader_tells_an_import_for_types_from_one_at_run_time() -> None:
-    for_types = one("engine", "if TYPE_CHECKING:\n    from torch import Tensor\nelse:\n    import enum")
-    at_run_time = one("engine", "if TYPE_CHECKING:\n    import enum\nelse:\n    import torch")
+    for_types = one("engines", "if TYPE_CHECKING:\n    from torch import Tensor\nelse:\n    import enum")
+    at_run_time = one("engines", "if TYPE_CHECKING:\n    import enum\nelse:\n    import torch")
     assert foreign_imports([for_types], set(), types_too=False) == []
     for module, types_too in [(for_types, True), (at_run_time, False)]:
         (fault,) = foreign_imports([module], set(), types_too=types_too)

@@ -120,7 +120,7 @@ def test_a_trial_that_raised_once_is_tried_again(monkeypatch):
     native = model.generate(**batch)
     orca_hf.wrap(model)
     with monkeypatch.context() as patch:
-        patch.setattr("orca_hf.engine.try_out", lambda runner: 1 / 0)
+        patch.setattr("orca_hf.engines.try_out", lambda runner: 1 / 0)
         assert torch.equal(model.generate(**batch), native)
         assert "ZeroDivisionError" in str(orca_hf.explain(model))
     assert torch.equal(model.generate(**batch), native)

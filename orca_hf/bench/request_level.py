@@ -5,7 +5,7 @@ computed on, so the comparison with Orca is about scheduling alone, and is kind 
 """
 
 from orca_hf.config import OrcaConfig
-from orca_hf.engine import Engine
+from orca_hf.engines import Engine
 from orca_hf.generate import OrcaGenerate
 from orca_hf.request import Request
 from orca_hf.runner import ModelRunner

@@ -13,7 +13,7 @@ from torch import Tensor
 from orca_hf.bench.metrics import Timeline, mean_over_time
 from orca_hf.bench.subject import Generate, Subject
 from orca_hf.bench.workload import ClientRequest
-from orca_hf.engine import Engine
+from orca_hf.engines import Engine
 from orca_hf.generate import OrcaGenerate
 
 # Takes a request and the time at which it arrived; returns when it is answered.

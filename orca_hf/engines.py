@@ -8,12 +8,15 @@ share one batch, and nothing outlives their calls.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from traceback import clear_frames
 from typing import TYPE_CHECKING
 
+from orca_hf.backoff import Backoff
+from orca_hf.calls import Calls
 from orca_hf.config import OrcaConfig
-from orca_hf.errors import OrcaError
+from orca_hf.errors import ForwardError, OrcaError, UnsupportedError
 from orca_hf.kv_manager import KVManager
 from orca_hf.request import Request
 from orca_hf.runner import ModelRunner
@@ -21,38 +24,10 @@ from orca_hf.sampling import Generation, greedy_tokens
 from orca_hf.scheduler import Iteration, Scheduler, Step
 from orca_hf.trial import try_out
 from orca_hf.warping import RowProbabilities, select_rows
+from orca_hf.work import EngineStats, Work
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """The engine's state at one moment, and its work so far.
-
-    Attributes:
-        num_waiting: Requests that hold no slots yet.
-        num_admitted: Requests that hold slots.
-        num_slots: Slots there are.
-        num_reserved: Slots reserved.
-        num_iterations: Iterations run.
-        num_tokens: Tokens that went through the model.
-        kv_bytes: K/V memory that is set aside.
-        packed_bytes: Memory of packed weights.
-        num_graphs: CUDA graphs captured.
-        no_graphs: Why there are none although they were asked for; None where that is not so.
-    """
-
-    num_waiting: int
-    num_admitted: int
-    num_slots: int
-    num_reserved: int
-    num_iterations: int
-    num_tokens: int
-    kv_bytes: int
-    packed_bytes: int
-    num_graphs: int
-    no_graphs: str | None
 
 
 class Engine:
@@ -61,6 +36,10 @@ class Engine:
     Args:
         runner: Runs the iterations; its pool is made here.
         config: The settings.
+
+    Attributes:
+        work: Where its iterations are counted; engines of one model share one.
+        clock: Seconds that never go back.
 
     Raises:
         UnsupportedError: The runner cannot run its model.
@@ -73,31 +52,46 @@ class Engine:
         self.runner = runner
         self.config = config
         try_out(runner)
+        self.work = Work()
+        self.clock: Callable[[], float] = time.monotonic
         self.scheduler = self._make_scheduler()
-        self._changed = threading.Condition()  # guards the scheduler; notified when a driver stops
+        self._backoff = Backoff(self.scheduler)
+        self._changed = threading.Condition()  # guards the scheduler; notified when a driver stops, or work comes
         self._driver: int | None = None  # the driving thread
+        self._is_servant = False  # whether that thread is none of the user's
+        self._calls = Calls()
         self._in_flight: Iteration | None = None
         self._pending: dict[Generation, dict[int, Step]] = {}  # sampling steps by logits row, not handed out yet
         self._num_iterations = 0
         self._num_tokens = 0
 
     def _make_scheduler(self) -> Scheduler:
+        return self._scheduler_of(self.runner.make_pool())
+
+    def _scheduler_of(self, num_slots: int) -> Scheduler:
         return self.scheduler_type(
-            KVManager(self.runner.make_pool(), self.config.block_size),
+            KVManager(num_slots, self.config.block_size),
             max_batch_size=self.config.max_batch_size,
             max_batch_tokens=self.config.max_batch_tokens,
         )
+
+    def _replace_scheduler(self, scheduler: Scheduler) -> None:
+        scheduler.number_on(self.scheduler)
+        self.scheduler = scheduler
+        self._backoff = Backoff(scheduler)
 
     @property
     def stats(self) -> EngineStats:
         """A consistent picture of the engine."""
         with self._changed:
+            self._drop_unwanted()
             kv, graphs = self.scheduler.kv_manager, self.runner.graphs
-            return EngineStats(
+            stats = EngineStats(
                 num_waiting=self.scheduler.num_waiting,
                 num_admitted=self.scheduler.num_admitted,
                 num_slots=kv.num_slots,
                 num_reserved=kv.num_reserved,
+                num_used=self.scheduler.num_used,
                 num_iterations=self._num_iterations,
                 num_tokens=self._num_tokens,
                 kv_bytes=self.runner.pool.num_bytes,
@@ -105,12 +99,22 @@ class Engine:
                 num_graphs=0 if graphs is None else len(graphs),
                 no_graphs=None if graphs is None else graphs.given_up,
             )
+            is_driven = self._driver is not None
+        if not is_driven:
+            self._tell_ended()
+        return stats
 
     @property
     def idle(self) -> bool:
         """Whether nobody waits for anything."""
         with self._changed:
+            self._drop_unwanted()
             return self.scheduler.idle and self._driver is None
+
+    @property
+    def is_driven(self) -> bool:
+        """Whether a thread runs iterations now; without the lock."""
+        return self._driver is not None
 
     @property
     def driven_by_this_thread(self) -> bool:
@@ -126,7 +130,7 @@ class Engine:
         with self._changed:
             if self.idle and not self.runner.pool.layers:
                 # Its memory was given back, and may have become scarce since.
-                self.scheduler = self._make_scheduler()
+                self._replace_scheduler(self._make_scheduler())
             kv = self.scheduler.kv_manager
         for prompt_len in prompt_lens:
             kv.check_fits(prompt_len, max_new_tokens)
@@ -139,14 +143,7 @@ class Engine:
             BaseException: Whatever ended the call, or interrupted it; its slots are back.
         """
         try:
-            with self._changed:
-                if self.scheduler.idle:
-                    self.runner.start()
-                for request in generation.requests:
-                    # Another call may have found less memory since this one was judged.
-                    self.scheduler.kv_manager.check_fits(len(request.prompt), request.max_new_tokens)
-                for request in generation.requests:
-                    self.scheduler.submit(request)
+            self.submit(generation)
             while not generation.done:
                 if self._become_driver(generation):
                     try:
@@ -163,6 +160,92 @@ class Engine:
             self._end(generation)
         if generation.error is not None:
             raise generation.error
+
+    def submit(self, generation: Generation) -> None:
+        """Take a call in; whoever drives serves it.
+
+        Raises:
+            CapacityError: One of its rows could never hold its slots.
+        """
+        with self._changed:
+            if self.scheduler.idle:
+                self.runner.start()
+            for request in generation.requests:
+                # Another call may have found less memory since this one was judged.
+                self.scheduler.kv_manager.check_fits(len(request.prompt), request.max_new_tokens)
+            for request in generation.requests:
+                self.scheduler.submit(request)
+            self._calls.enter(generation)
+            if generation.listener is not None:
+                self._changed.notify_all()  # nobody waits for it in here, but a thread may wait for work
+
+    def drive(self, until: Callable[[], bool], *, is_servant: bool = False) -> bool:
+        """Run iterations for everybody, until `until()` or nothing is left.
+
+        Args:
+            until: Asked between iterations, without the lock.
+            is_servant: The thread is none of the user's, so that no Ctrl-C comes to it.
+
+        Returns:
+            False if there was nothing to do, or another thread drives.
+        """
+        with self._changed:
+            if self._driver is not None or self.scheduler.idle:
+                return False
+            self._driver = threading.get_ident()
+            self._is_servant = is_servant
+        try:
+            while not (until() or self._has_no_work()):
+                self._run_one_iteration()
+        finally:
+            self.runner.leave_cores()
+            self._stop_driving()
+        return True
+
+    def serve(self, *, stays: Callable[[], bool], may_end: Callable[[], bool]) -> None:
+        """Drive whenever there is work and nobody else does.
+
+        Args:
+            stays: Whether to wait for more when no submitted call is left; `notice` has it asked again.
+            may_end: Asked with the lock held when none is left; the end if so.
+        """
+        while True:
+            with self._changed:
+                while True:
+                    self._drop_unwanted()
+                    if self._calls.num_submitted == 0 and may_end():
+                        return
+                    if self._calls.ended or (self._driver is None and not self.scheduler.idle):
+                        break
+                    self._changed.wait()
+            self._tell_ended()
+            self.drive(lambda: self._calls.num_submitted == 0 and not stays(), is_servant=True)
+
+    def notice(self) -> None:
+        """Have waiting threads look again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def cancel(self, generation: Generation, error: BaseException) -> None:
+        """End a submitted call with `error`, if it is not done; its slots are back when its iteration is."""
+        with self._changed:
+            if not generation.done:
+                self._fail(generation, error)
+            is_driven = self._driver is not None
+        if not is_driven:
+            self._tell_ended()
+
+    def abandon(self, generation: Generation) -> None:
+        """Have a call cancelled by the next who looks. Takes no lock: the garbage collector may call it anywhere."""
+        self._calls.abandon(generation)
+
+    def fail_submitted(self, error: BaseException) -> None:
+        """End every call that no thread waits for in here: nobody is left to serve them."""
+        with self._changed:
+            for generation in self._calls:
+                if generation.listener is not None:
+                    self._fail(generation, error)
+        self._tell_ended()
 
     def release(self) -> bool:
         """Give K/V memory and packed weights back, if the engine is idle.
@@ -189,7 +272,38 @@ class Engine:
         with self._changed:
             self._recover()
             self._driver = None
+            self._is_servant = False
             self._changed.notify_all()
+            for generation in self._calls:
+                if generation.listener is not None:
+                    generation.listener.wake()
+            if self.config.free_when_idle and self.scheduler.idle:
+                self.runner.release()
+        self._tell_ended()
+
+    def _has_no_work(self) -> bool:
+        with self._changed:
+            self._drop_unwanted()
+            return self.scheduler.idle
+
+    def _drop_unwanted(self) -> None:
+        """End calls that nobody wants any more, or whose time is over; the lock is held."""
+        for generation, error in self._calls.unwanted(self.clock()):
+            self._fail(generation, error)
+
+    def _tell_ended(self) -> None:
+        """Tell listeners, whose streamers run a user's code, that their calls are done; without the lock."""
+        ended = self._calls.ended
+        while ended:
+            with self._changed:
+                if not ended:
+                    return
+                generation = ended[0]
+            assert generation.listener is not None
+            generation.listener.ended()  # it stays until it has been told, whatever interrupts
+            with self._changed:
+                if ended and ended[0] is generation:
+                    ended.popleft()
 
     def _recover(self) -> None:
         """Make the state whole after an interruption, at whatever point it came; the lock is held."""
@@ -204,24 +318,32 @@ class Engine:
                 for step in steps.values():
                     self.scheduler.rewind(step)
         self._pending = {}
+        self._check()
+
+    def _check(self) -> None:
+        """Begin anew with an empty ledger should this one contradict itself; the lock is held."""
+        if faults := self.scheduler.faults():
+            for generation in self._calls:
+                self._fail(generation, _defect("; ".join(faults)))
+            kv = self.scheduler.kv_manager
+            self._replace_scheduler(self._scheduler_of(kv.num_slots))
 
     def _run_one_iteration(self) -> None:
         with self._changed:
+            self._drop_unwanted()
+            if self.scheduler.idle:
+                return
             iteration = self._in_flight = self.scheduler.schedule()
-        if iteration is None:
-            raise OrcaError(
-                "The engine has unfinished requests and none that can run; this is a defect of orca_hf, please report "
-                f"it with this state: {self.scheduler.num_waiting} waiting, {self.scheduler.num_admitted} admitted."
-            )
+            if iteration is None:
+                state = f"{self.scheduler.num_waiting} waiting, {self.scheduler.num_admitted} admitted"
+                for generation in self._calls:
+                    self._fail(generation, _defect(f"unfinished requests and none that can run: {state}"))
+                return
+        began = self.clock()
         try:
             logits = self.runner.run(iteration, self._remaining(iteration))
         except Exception as error:  # noqa: BLE001
-            # No row of a failed forward can be told from the others, so all calls in it end.
-            with self._changed:
-                self.scheduler.abandon(iteration)
-                self._in_flight = None
-                for generation in {step.request.owner for step in iteration.steps}:
-                    self._fail(generation, error)
+            self._forward_failed(iteration, error)
             return
         with self._changed:
             for row, step in enumerate(step for step in iteration.steps if step.samples):
@@ -230,7 +352,28 @@ class Engine:
             self._in_flight = None
             self._num_iterations += 1
             self._num_tokens += iteration.num_tokens
+            self._backoff.went_well()
+        self.work.add_iteration(iteration, began, self.clock() - began)
         self._hand_out(logits)
+        self._tell_ended()
+
+    def _forward_failed(self, iteration: Iteration, error: Exception) -> None:
+        with self._changed:
+            self.scheduler.abandon(iteration)
+            self._in_flight = None
+            if self.runner.ran_out_of_memory(error) and self._backoff.shrink(iteration):
+                return  # fewer of them run next
+            # No row of a failed forward can be told from the others, so all calls in it end.
+            for generation in {step.request.owner: None for step in iteration.steps}:
+                if generation.listener is None or isinstance(error, UnsupportedError):
+                    self._fail(generation, error)
+                else:
+                    failed = ForwardError(f"The model's forward raised {type(error).__name__}: {error}")
+                    failed.__cause__ = error
+                    clear_frames(error.__traceback__)  # they hold a forward's tensors, and a handle may be kept
+                    self._fail(generation, failed)
+            self._check()
+        self._tell_ended()
 
     def _hand_out(self, logits: Tensor) -> None:
         """Gives each call the logits of its rows; what it makes of them is its own affair, errors included."""
@@ -254,9 +397,15 @@ class Engine:
                     accepted = generation.accept_logits(requests, select_rows(logits, rows))
                 else:
                     accepted = []
+                listener = generation.listener
+                if listener is not None and listener.wants_logits and accepted:
+                    listener.weigh(logits[rows[0]], accepted[0][1])
                 self._append(generation, accepted)
-            except Exception as error:  # noqa: BLE001
-                # A user's processor, criterion or streamer raised: its own call ends with it, no other.
+            except BaseException as error:
+                # A user's processor, criterion or streamer raised: its own call ends with it, no other. In a user's
+                # thread it may also be that thread's interruption.
+                if not (isinstance(error, Exception) or self._is_servant):
+                    raise
                 with self._changed:
                     self._fail(generation, error)
             del self._pending[generation]
@@ -265,14 +414,17 @@ class Engine:
         with self._changed:
             if generation.options.output_cache and accepted and all(over for _, _, over in accepted):
                 generation.kv_states = self.runner.read_kv(generation.requests)
+            self.work.add_tokens(len(accepted))
             for request, token, over in accepted:
                 if request.finished:
                     continue  # cancelled in the meantime
                 self.scheduler.append(request, token)
                 if over:
                     self._end_row(request)
+                if generation.listener is not None:
+                    generation.listener.token(token)
             if generation.done:
-                self._changed.notify_all()
+                self._leave(generation)
 
     def _end_row(self, request: Request) -> None:
         """A row has its last token: its slots are free, and its caller is answered at once; the lock is held."""
@@ -284,13 +436,26 @@ class Engine:
         generation.fail(error)
         for request in generation.requests:
             self.scheduler.cancel(request)
-        self._changed.notify_all()
+        self._leave(generation)
+
+    def _leave(self, generation: Generation) -> None:
+        """A call is done; the lock is held."""
+        if not self._calls.leave(generation):
+            return
+        if generation.listener is None:
+            self._changed.notify_all()  # its thread waits in here
+            return
+        if generation.streamer is None:
+            generation.listener.ended()
+        else:
+            self._calls.ended.append(generation)
 
     def _end(self, generation: Generation) -> None:
         """A call's thread leaves: whatever of it is not over is cancelled."""
         with self._changed:
             for request in generation.requests:
                 self.scheduler.cancel(request)
+            self._calls.leave(generation)
             if self.config.free_when_idle and self.idle:
                 self.runner.release()
 
@@ -299,3 +464,7 @@ class Engine:
         """Iterations that will follow, if no row ends early."""
         requests = [step.request for step in iteration.steps]
         return max(request.max_new_tokens - len(request.generated) for request in requests)
+
+
+def _defect(what: str) -> OrcaError:
+    return OrcaError(f"The engine's state contradicts itself; this is a defect of orca_hf, please report it: {what}.")

@@ -1,0 +1,1 @@
+"""`orca-hf serve`: an OpenAI-compatible HTTP server on one wrapped model."""

@@ -1,0 +1,32 @@
+"""What the operator of a server decides."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """The limits and names of one server.
+
+    Attributes:
+        model_names: What requests may call the model; answers use the first.
+        max_model_len: Tokens of prompt and answer together.
+        api_keys: Of which a request has to have one; none if there are none.
+        hosts: Names that the server answers to; all if None.
+        max_open: Answers that run or wait at once.
+        max_per_client: Requests at once of one key, or of one address where there are no keys.
+        max_body_bytes: Of a request.
+        default_max_tokens: Longest answer of a chat that does not say how long it may be.
+        stall_timeout: Seconds for which a client may read nothing of a stream that is there for it.
+        grace: Seconds that running requests get when the server is told to stop.
+    """
+
+    model_names: tuple[str, ...]
+    max_model_len: int
+    api_keys: tuple[str, ...] = ()
+    hosts: tuple[str, ...] | None = ("127.0.0.1", "localhost", "::1")
+    max_open: int = 1024
+    max_per_client: int = 256
+    max_body_bytes: int = 4 * 2**20
+    default_max_tokens: int = 1024
+    stall_timeout: float = 120.0
+    grace: float = 30.0
