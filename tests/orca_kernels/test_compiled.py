@@ -68,6 +68,85 @@ def test_a_row_does_not_depend_on_how_many_there_are(library: Library, num_in: i
         )
 
 
+def test_many_rows_are_the_same_rows(library: Library) -> None:
+    """They are computed in chunks that stay in the cache."""
+    torch.manual_seed(2)
+    weight, hidden = torch.randn(40, 1024), torch.randn(300, 1024)
+    packed, gate_up = library.pack(weight), library.pack_gated(weight, weight)
+    together, gated = library.linear(hidden, packed, None, 40), library.gated(hidden, gate_up, 40, gelu=False)
+    for row in (0, 63, 64, 150, 299):
+        assert torch.equal(library.linear(hidden[row : row + 1], packed, None, 40)[0], together[row])
+        assert torch.equal(library.gated(hidden[row : row + 1], gate_up, 40, gelu=False)[0], gated[row])
+
+
+ACTIVATIONS = {False: torch.nn.functional.silu, True: lambda x: torch.nn.functional.gelu(x, approximate="tanh")}
+
+
+@pytest.mark.parametrize("gelu", ACTIVATIONS, ids=["silu", "gelu"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gated_is_an_activation_times_a_linear(library: Library, shape: tuple[int, int], gelu: bool) -> None:
+    num_out, num_in = shape
+    torch.manual_seed(0)
+    gate, up = torch.randn(num_out, num_in) * 0.3, torch.randn(num_out, num_in) * 0.3
+    packed = library.pack_gated(gate, up)
+    for rows in (0, 1, 3, 12, 13, 30):
+        hidden = torch.randn(1, rows, num_in)
+        expected = ACTIVATIONS[gelu](hidden.double() @ gate.double().t()) * (hidden.double() @ up.double().t())
+        ours = library.gated(hidden, packed, num_out, gelu=gelu)
+        torch.testing.assert_close(ours, expected.float(), rtol=1e-3, atol=1e-5 * num_in)
+
+
+@pytest.mark.parametrize("gelu", ACTIVATIONS, ids=["silu", "gelu"])
+def test_activations_are_right_everywhere(library: Library, gelu: bool) -> None:
+    gates = torch.cat([torch.linspace(-120, 120, 4001), torch.tensor([0.0, -0.0, 1e-30, -1e-30, float("nan")])])
+    hidden = torch.stack([gates, torch.ones_like(gates)], dim=1)
+    packed = library.pack_gated(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]]))
+    ours = library.gated(hidden, packed, 1, gelu=gelu)[:, 0]
+    torch.testing.assert_close(ours, ACTIVATIONS[gelu](gates), rtol=2e-6, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("size", [1, 7, 64, 576])
+def test_rms_norm(library: Library, size: int, offset: float) -> None:
+    torch.manual_seed(0)
+    weight, wide = torch.randn(size), torch.randn(1, 90, size + 3)
+    for rows in (wide[..., :size], wide[:, :5, :size]):
+        expected = torch.nn.functional.rms_norm(rows.double(), (size,), offset + weight.double(), 1e-5)
+        ours = library.rms_norm(rows, weight, offset=offset, eps=1e-5)
+        torch.testing.assert_close(ours, expected.float(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize("head_dim", [2, 12, 64])
+def test_rotate_turns_the_halves_of_query_and_key_heads(library: Library, head_dim: int, with_norms: bool) -> None:
+    torch.manual_seed(0)
+    rows, num_q, num_k = 70, 6, 2
+    qkv = torch.randn(rows, (num_q + 2 * num_k) * head_dim)
+    cos, sin = torch.randn(rows, head_dim), torch.randn(rows, head_dim)
+    norms = (torch.randn(head_dim), torch.randn(head_dim)) if with_norms else ()
+    heads = qkv.view(rows, -1, head_dim).clone()
+    for part, weight in zip((slice(0, num_q), slice(num_q, num_q + num_k)), norms or (None, None), strict=True):
+        part_heads = heads[:, part]
+        if weight is not None:
+            part_heads = torch.nn.functional.rms_norm(part_heads, (head_dim,), weight, 1e-6)
+        first, second = part_heads.chunk(2, dim=-1)
+        heads[:, part] = part_heads * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
+    library.rotate(qkv, num_q, num_k, cos, sin, *norms, eps=1e-6)
+    torch.testing.assert_close(qkv.view(rows, -1, head_dim), heads, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_store_puts_rows_into_their_slots_and_nothing_else(library: Library, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(9, 3, 20).to(dtype)[::2, :, :16]
+    slots = torch.tensor([7, 0, 11, 3, 4])
+    cache = torch.randn(12, 3, 24).to(dtype)[..., 4:20]
+    expected = cache.clone()
+    expected[slots] = rows
+    library.store(rows, cache, slots)
+    assert torch.equal(cache, expected)
+
+
 def test_nan_and_infinity_stay(library: Library) -> None:
     weight = torch.eye(3)
     hidden = torch.tensor([[float("nan"), 1.0, 2.0], [float("inf"), 0.0, 0.0], [1.0, 2.0, 3.0]])
