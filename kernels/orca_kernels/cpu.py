@@ -74,7 +74,7 @@ def store_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
         key_cache[start:end].copy_(key)
         value_cache[start:end].copy_(value)
         return
-    library = loaded()
+    library = None if batch.bounded else loaded()  # what records a bounded batch's work sees PyTorch's operations alone
     for rows, cache in ((key, key_cache), (value, value_cache)):
         if library is not None and rows.stride(2) == cache.stride(2) == 1 and rows.dtype is cache.dtype:
             library.store(rows, cache, batch.slot_mapping)
