@@ -1,6 +1,5 @@
 """The app: routes, and what surrounds them."""
 
-import dataclasses
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -17,6 +16,7 @@ from orca_hf.server.completions import chat_completion, completion
 from orca_hf.server.errors import ApiError, add_error_handlers, as_api_error, bad_request, error_response
 from orca_hf.server.limits import Guard
 from orca_hf.server.metrics import Metrics
+from orca_hf.server.page import StatusPage, as_json
 from orca_hf.server.prompts import chat_prompt, encode
 from orca_hf.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from orca_hf.server.service import Service
@@ -125,9 +125,15 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
         return Response(service.metrics.text(), media_type=Metrics.content_type)
 
     @app.get("/status.json")
-    async def status() -> JSONResponse:
+    async def status(after: int = 0) -> JSONResponse:
         about = {"model": service.settings.model_names[0], "version": __version__, "open": service.limits.num_open}
-        return JSONResponse({**about, **dataclasses.asdict(service.engine.stats())})
+        return JSONResponse({**about, **as_json(service.engine.stats(), after)})
+
+    page = StatusPage()
+
+    @app.get("/", include_in_schema=False)
+    async def status_in_a_browser() -> Response:
+        return page.response()
 
 
 class _Outermost:

@@ -10,7 +10,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orca_hf.server.errors import ApiError, error_response
 
-_OPEN_PATHS = ("/health", "/ready")  # for whoever watches over the process, and has no key
+# For whoever watches over the process, and has no key; and the page that asks for one, and holds nothing.
+_OPEN_PATHS = ("/health", "/ready", "/")
 
 
 class Ticket:

@@ -58,7 +58,7 @@ def test_every_option_named_is_one_and_every_route_is_there(served):
         line.split(" | ")[1] for line in SECTION.splitlines() if line.startswith(("| routes", "| options"))
     )
     with served.http() as http:
-        assert set(re.findall(r"`(/[^`]*)`", routes)) - {"/openapi.json"} == {
+        assert set(re.findall(r"`(/[^`]*)`", routes)) - {"/", "/openapi.json"} == {
             path for path in http.get("/openapi.json").json()["paths"] if "{" not in path
         }
     fields = {**CompletionRequest.model_fields, **ChatRequest.model_fields}

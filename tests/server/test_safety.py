@@ -27,7 +27,7 @@ def locked():
         yield running
 
 
-PATHS = ["/v1/models", "/v1/completions", "/tokenize", "/metrics", "/status.json", "/openapi.json", "/", "/nothing"]
+PATHS = ["/v1/models", "/v1/completions", "/tokenize", "/metrics", "/status.json", "/openapi.json", "//", "/nothing"]
 
 
 @pytest.mark.parametrize("path", PATHS)
