@@ -11,6 +11,7 @@ COMMANDS = {
     "scheduler": "what an iteration's scheduling costs, without a model",
     "replay": "a request file by Orca, natively and by other engines, tokens compared",
     "shapes": "short, long, equal, ragged, sampled and streamed work: slower than native on none",
+    "clients": "streams over HTTP, against the same requests through the Python API",
 }
 
 
@@ -82,12 +83,20 @@ def _add_shapes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--long-prompt", type=_positive, default=512, help="tokens of a long prompt (default: 512)")
 
 
+def _add_clients(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--clients", type=_positive, default=64, help="all at once (default: 64)")
+    parser.add_argument("--prompt", type=_range, default=(16, 64), metavar="LOW-HIGH", help="tokens in, uniform")
+    parser.add_argument("--output", type=_range, default=(32, 32), metavar="LOW-HIGH", help="tokens out, uniform")
+    parser.add_argument("--max-batch-size", type=_positive, default=32, help="requests in an iteration (default: 32)")
+
+
 _ADD: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "engine": _add_engine,
     "trace": _add_trace,
     "scheduler": _add_scheduler,
     "replay": _add_replay,
     "shapes": _add_shapes,
+    "clients": _add_clients,
 }
 
 
