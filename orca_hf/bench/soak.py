@@ -14,12 +14,16 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from orca_hf.bench import plot, report
 from orca_hf.bench.live_server import LiveServer, live_server
 from orca_hf.bench.random_model import write_random_model
 from orca_hf.bench.soak_requests import proper
 from orca_hf.errors import OrcaError
+
+if TYPE_CHECKING:
+    from orca_hf.bench.soak_clients import Clients
 
 MEMORY_LIMIT = 1.05  # of the memory after the warm-up
 _WARM_UP = 0.1  # requests of it, as a share of those that count
@@ -69,6 +73,10 @@ def measure(arguments: Namespace) -> list[Point]:
     Raises:
         OrcaError: The server does not come up, or httpx is not installed.
     """
+    try:
+        from orca_hf.bench.soak_clients import Clients
+    except ImportError as error:
+        raise OrcaError(f"{error.name} is missing, which a soak needs: pip install 'orca-hf[bench]'.") from error
     flags = ["--max-num-seqs", str(arguments.max_batch_size), "--max-slots", str(arguments.max_slots)]
     with ExitStack() as stack:
         model = arguments.model
@@ -76,24 +84,20 @@ def measure(arguments: Namespace) -> list[Point]:
             model = stack.enter_context(tempfile.TemporaryDirectory())
             write_random_model(Path(model), arguments.seed)
         server = stack.enter_context(live_server(model, ["--dtype", "float32", *flags], arguments.threads))
-        return [asyncio.run(_soak(server, arguments))]
+        return [asyncio.run(_soak(server, arguments, Clients))]
 
 
-async def _soak(server: LiveServer, arguments: Namespace) -> Point:
-    try:
-        from orca_hf.bench.soak_clients import Clients
-    except ImportError as error:
-        raise OrcaError(f"{error.name} is missing, which a soak needs: pip install 'orca-hf[bench]'.") from error
+async def _soak(server: LiveServer, arguments: Namespace, make_clients: "type[Clients]") -> Point:
     rng = random.Random(arguments.seed)
     requests = [proper(rng) for _ in range(arguments.distinct)]
     num_warm = round(_WARM_UP * arguments.requests)
     with report.progress(len(requests) + num_warm + arguments.requests, "request") as bar:
-        clients = Clients(server.url, rng)
+        clients = make_clients(server.url, rng)
         work = list(zip(requests, await clients.alone(requests, bar.update), strict=True))
         await clients.arrive(work, num_warm, arguments.rate, bar.update)
         await _settled(server)
         warm = server.resident_bytes()
-        warm_up, clients = clients, Clients(server.url, rng)
+        warm_up, clients = clients, make_clients(server.url, rng)
         start = time.perf_counter()
         await clients.arrive(work, arguments.requests, arguments.rate, bar.update)
         seconds = time.perf_counter() - start

@@ -19,7 +19,7 @@ _TOLERANCE = 1e-3  # of log-probabilities: their last digits depend on who else 
 Answer = dict[str, Any]
 
 
-class BrokenAnswer(OrcaError):
+class AnswerError(OrcaError):
     """A response that is not what it was to be; says how."""
 
 
@@ -83,10 +83,12 @@ class Clients:
         request, expected = self._rng.choice(work)
         return request, expected, self._rng.random() if fate < _MALFORMED + _LEAVING else None
 
-    async def _one(self, client: httpx.AsyncClient, request: SoakRequest, expected: Answer, leaves: float | None) -> None:
+    async def _one(
+        self, client: httpx.AsyncClient, request: SoakRequest, expected: Answer, leaves: float | None
+    ) -> None:
         try:
             outcome = await self._outcome(client, request, expected, leaves)
-        except (BrokenAnswer, httpx.HTTPError, ValueError) as error:
+        except (AnswerError, httpx.HTTPError, ValueError) as error:
             outcome = "broken"
             self.broken.append(f"{error!r} {request.path} {request.body[:500]!r}")
         self.outcomes[outcome] += 1
@@ -106,7 +108,7 @@ class Clients:
         if isinstance(found, str):
             return found
         if not _same(found, expected):
-            raise BrokenAnswer(f"{found} instead of {expected}")
+            raise AnswerError(f"{found} instead of {expected}")
         return "answered"
 
 
@@ -119,7 +121,7 @@ async def _whole(client: httpx.AsyncClient, request: SoakRequest) -> Answer | st
     if response.status_code == 429:
         return "busy"
     if response.status_code != request.status:
-        raise BrokenAnswer(f"{response.status_code} instead of {request.status}: {response.text[:500]}")
+        raise AnswerError(f"{response.status_code} instead of {request.status}: {response.text[:500]}")
     return _answer([response.json()]) if request.status == 200 else "malformed"
 
 
@@ -128,7 +130,7 @@ async def _streamed(client: httpx.AsyncClient, request: SoakRequest, leaves_afte
         if response.status_code == 429:
             return "busy"
         if response.status_code != request.status:
-            raise BrokenAnswer(f"{response.status_code} instead of {request.status}")
+            raise AnswerError(f"{response.status_code} instead of {request.status}")
         chunks: list[dict[str, Any]] = []
         is_whole = False
         async for line in response.aiter_lines():
@@ -139,7 +141,7 @@ async def _streamed(client: httpx.AsyncClient, request: SoakRequest, leaves_afte
             if data and not is_whole:
                 chunks.append(json.loads(data))
     if not is_whole:
-        raise BrokenAnswer("a stream without its end")
+        raise AnswerError("a stream without its end")
     return _answer(chunks)
 
 
@@ -147,13 +149,13 @@ def _answer(chunks: Sequence[dict[str, Any]]) -> Answer:
     """What a whole answer, or the chunks of one, say: choices by their index, and usage.
 
     Raises:
-        BrokenAnswer: An error is among them.
+        AnswerError: An error is among them.
     """
     choices: dict[int, Any] = {}
     usage = None
     for chunk in chunks:
         if "error" in chunk:
-            raise BrokenAnswer(f"an error in the answer: {chunk['error']}")
+            raise AnswerError(f"an error in the answer: {chunk['error']}")
         for choice in chunk["choices"]:
             said = {name: value for name, value in choice.items() if name not in ("index", "message", "delta")}
             said["message"] = choice.get("message") or choice.get("delta")

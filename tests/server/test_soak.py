@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from orca_hf import cli
 from orca_hf.bench.live_server import live_server
 from orca_hf.bench.soak import Point, passed
-from orca_hf.bench.soak_clients import BrokenAnswer, _answer, _same
+from orca_hf.bench.soak_clients import AnswerError, _answer, _same
 from orca_hf.bench.soak_requests import malformed, proper
 from orca_hf.errors import OrcaError
 from orca_hf.server.protocol import ChatRequest, CompletionRequest
@@ -65,7 +66,7 @@ def test_another_answer_is_seen_to_be_one(case):
 def test_rounding_is_not_another_answer_and_an_error_is_none():
     assert _same({"logprobs": [-1.0]}, {"logprobs": [-1.0000001]})
     assert not _same({"logprobs": [-1.0]}, {"logprobs": [-1.1]})
-    with pytest.raises(BrokenAnswer, match="an error in the answer"):
+    with pytest.raises(AnswerError, match="an error in the answer"):
         _answer([choice("a"), {"error": {"message": "no"}}])
 
 
@@ -81,6 +82,13 @@ def test_requests_are_what_the_protocol_has_and_the_same_each_time():
         seen |= body.keys()
     assert {"stop", "n", "logit_bias", "logprobs", "echo", "top_p", "stream_options", "repetition_penalty"} <= seen
     assert len({malformed(random.Random(seed)) for seed in range(200)}) > 10
+
+
+def test_without_a_client_library_it_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    monkeypatch.delitem(sys.modules, "orca_hf.bench.soak_clients")
+    assert cli.main(["bench", "soak"]) == 1
+    assert capsys.readouterr().err == "orca-hf: httpx is missing, which a soak needs: pip install 'orca-hf[bench]'.\n"
 
 
 def test_a_server_that_does_not_come_up_is_an_error(tmp_path, capfd):
