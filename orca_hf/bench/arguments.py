@@ -11,6 +11,8 @@ COMMANDS = {
     "scheduler": "what an iteration's scheduling costs, without a model",
     "replay": "a request file by Orca, natively and by other engines, tokens compared",
     "shapes": "short, long, equal, ragged, sampled and streamed work: slower than native on none",
+    "clients": "streams over HTTP, against the same requests through the Python API",
+    "soak": "requests of all kinds to a server, for a while: nothing wrong, nothing left",
 }
 
 
@@ -23,7 +25,7 @@ def add_bench(commands: Any) -> None:
         parser.add_argument("--out", metavar="FILE", help="write the result here as JSON")
         parser.add_argument("--plot", metavar="FILE", help="draw the result here (png, svg or pdf)")
         parser.add_argument("--seed", type=int, default=0, help="of everything random (default: 0)")
-        if name != "scheduler":
+        if name not in ("scheduler", "soak"):
             _add_model(parser)
         _ADD[name](parser)
 
@@ -82,12 +84,31 @@ def _add_shapes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--long-prompt", type=_positive, default=512, help="tokens of a long prompt (default: 512)")
 
 
+def _add_clients(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--clients", type=_positive, default=64, help="all at once (default: 64)")
+    parser.add_argument("--prompt", type=_range, default=(16, 64), metavar="LOW-HIGH", help="tokens in, uniform")
+    parser.add_argument("--output", type=_range, default=(32, 32), metavar="LOW-HIGH", help="tokens out, uniform")
+    parser.add_argument("--max-batch-size", type=_positive, default=32, help="requests in an iteration (default: 32)")
+
+
+def _add_soak(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help="a folder or hub id (default: a tiny one with random weights)")
+    parser.add_argument("--requests", type=_positive, default=5000, help="beside a warm-up of a tenth (default: 5000)")
+    parser.add_argument("--distinct", type=_positive, default=300, help="that differ; each is sent alone first")
+    parser.add_argument("--rate", type=_rate, default=30.0, help="arrivals a second (default: 30)")
+    parser.add_argument("--max-batch-size", type=_positive, default=16, help="requests in an iteration (default: 16)")
+    parser.add_argument("--max-slots", type=_positive, default=4096, help="K/V memory in tokens (default: 4096)")
+    parser.add_argument("--threads", type=_positive, help="for the matrix products (default: PyTorch's)")
+
+
 _ADD: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "engine": _add_engine,
     "trace": _add_trace,
     "scheduler": _add_scheduler,
     "replay": _add_replay,
     "shapes": _add_shapes,
+    "clients": _add_clients,
+    "soak": _add_soak,
 }
 
 

@@ -57,6 +57,7 @@ def run_serve(given: Namespace, write: Callable[[str], object]) -> int:
             grace=given.grace,
         )
         app = make_app(engine, model, tokenizer, settings)
+        listener.listen()  # who has read the next line and comes before the loop runs waits in the kernel
         write(f"Serving {settings.model_names[0]} on http://{_address(listener)}")
         try:
             Server(app, settings, log_level=given.log_level).run([listener])

@@ -7,7 +7,7 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from orca_hf.server.answers import Answers, Piece, until_gone
-from orca_hf.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from orca_hf.server.protocol import ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
 from orca_hf.server.responses import ChatWriter, CompletionWriter, joined, usage
 from orca_hf.server.service import Service
 from orca_hf.server.stream import EventStream
@@ -49,25 +49,30 @@ async def _respond(
     writer: Writer,
     num_prompt_tokens: int,
 ) -> Response:
-    def used() -> dict[str, int]:
-        return usage(num_prompt_tokens, sum(answer.num_tokens for answer in answers.answers))
-
     if body.stream:
-        with_usage = body.stream_options is not None and body.stream_options.include_usage
+        options = body.stream_options or StreamOptions()
 
         async def chunks() -> AsyncIterator[dict[str, Any]]:
+            num_tokens = 0
             async for piece in answers.pieces():
                 chunk = writer.chunk(piece)
-                yield {**chunk, "usage": None} if with_usage else chunk
-            if with_usage:
-                yield writer.usage_chunk(used())
+                num_tokens += len(piece.tokens)
+                if options.include_usage:
+                    so_far = usage(num_prompt_tokens, num_tokens) if options.continuous_usage_stats else None
+                    chunk = {**chunk, "usage": so_far}
+                yield chunk
+            if options.include_usage:
+                yield writer.usage_chunk(usage(num_prompt_tokens, num_tokens))
 
         return EventStream(chunks(), service.settings.stall_timeout, answers.close)
     try:
         choices = await until_gone(_collect(answers), request.receive)
     finally:
         answers.close()
-    return Response(status_code=_CLIENT_GONE) if choices is None else JSONResponse(writer.whole(choices, used()))
+    if choices is None:
+        return Response(status_code=_CLIENT_GONE)
+    used = usage(num_prompt_tokens, sum(len(choice.tokens) for choice in choices))
+    return JSONResponse(writer.whole(choices, used))
 
 
 async def _collect(answers: Answers) -> list[Piece]:

@@ -36,6 +36,7 @@ class StreamOptions(_Request):
     """How a stream is to be written."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # vLLM's: with include_usage, each chunk says what was used so far
     include_obfuscation: bool = False
 
 

@@ -9,6 +9,7 @@ from importlib import import_module
 import pytest
 import torch
 from tiny import make_model
+from tokenizers_tiny import byte_level
 
 from orca_hf import cli
 from orca_hf.bench.arguments import COMMANDS
@@ -212,6 +213,21 @@ def test_the_end_token_of_a_shape_is_the_first_that_comes(folder):
     subject = Subject(arguments)
     (call,) = shapes(subject, 40, seed=0)["immediate-eos"]
     assert subject.native(**call).shape[1] == call["input_ids"].shape[1] + 1
+
+
+def test_clients(bench, folder):
+    byte_level().save_pretrained(folder)
+    status, result, text = bench("clients", "--clients", "5", "--prompt", "4-9", "--output", "1-6", "--threads", "1")
+    assert status == 0
+    python, http = result["points"]
+    assert (python["way"], http["way"]) == ("python", "http")
+    for point in (python, http):
+        assert all(is_spread(point[figure]) for figure in ("seconds", "tokens_per_second", "share"))
+        assert point["clients"] == 5
+        num_tokens = point["seconds"]["high"] * point["tokens_per_second"]["low"]
+        assert 5 <= num_tokens == pytest.approx(round(num_tokens))
+    assert python["share"] == {"median": 1, "low": 1, "high": 1}
+    assert "of python's" in text
 
 
 def test_what_runs_natively_is_not_measured_as_orca(folder):

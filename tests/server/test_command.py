@@ -1,8 +1,10 @@
 """Promise: `orca-hf serve` refuses what cannot work before it serves, in one sentence."""
 
 import builtins
+import socket
 
 import pytest
+from live import PATIENCE
 from tiny import make_model
 from tokenizers_tiny import byte_level
 
@@ -57,6 +59,20 @@ def test_flags_reach_the_engine_and_the_server(folder, served, monkeypatch):
 def test_no_answer_is_promised_that_the_memory_cannot_hold(folder, served):
     assert cli.main(["serve", str(folder), "--port", "0", "--max-slots", "64"]) == 0
     assert served[0].service.settings.max_model_len == 64
+
+
+def test_who_has_read_where_it_serves_can_connect(folder, served, monkeypatch):
+    lines = []
+
+    def connect(server, sockets):
+        assert lines[-1].startswith("Serving tiny on http://127.0.0.1:")
+        socket.create_connection(("127.0.0.1", int(lines[-1].rpartition(":")[2])), PATIENCE).close()
+        served.append(server)
+
+    monkeypatch.setattr(command.Server, "run", connect)
+    monkeypatch.setattr(cli, "_write", lines.append)
+    assert cli.main(["serve", str(folder), "--port", "0"]) == 0
+    assert len(served) == 1
 
 
 WRONG = {

@@ -86,6 +86,23 @@ def test_a_joined_stream_is_the_whole_answer(emoji, stop, limit):
         assert not any(each in choice.text for each in stop)
 
 
+@pytest.mark.parametrize("continuous", [False, True])
+def test_each_chunk_says_what_was_used_so_far_if_that_is_asked_for(emoji, continuous):
+    options = {"include_usage": True, "continuous_usage_stats": continuous}
+    body = {"prompt": ["k", "ok"], "n": 2, "max_tokens": 5, "stream": True, "stream_options": options}
+    with emoji.http() as client:
+        *chunks, last = [event["usage"] for event in events(client.post("/v1/completions", json=body).text)]
+    num_prompt = len(tokens_of("k") + tokens_of("ok"))
+    assert last == {"prompt_tokens": num_prompt, "completion_tokens": 20, "total_tokens": num_prompt + 20}
+    if continuous:
+        counts = [used["completion_tokens"] for used in chunks]
+        assert counts == sorted(counts)
+        assert (counts[-1], len(chunks) > 4, counts[0] < 6) == (20, True, True)
+        assert all(used["total_tokens"] == num_prompt + count for used, count in zip(chunks, counts, strict=True))
+    else:
+        assert set(chunks) == {None}
+
+
 def test_a_stop_string_ends_the_request_in_the_engine():
     engine = FakeEngine()
     with faked(engine, TOKENIZER) as running:

@@ -1,0 +1,89 @@
+"""`orca-hf serve` in a process of its own, as the clients of a bench find it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from orca_hf.errors import OrcaError
+
+_PATIENCE = 60  # seconds for its last words
+
+
+@dataclass(frozen=True, slots=True)
+class LiveServer:
+    """A server that runs.
+
+    Attributes:
+        url: Where.
+        process: It.
+    """
+
+    url: str
+    process: psutil.Process
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port."""
+        host, _, port = self.url.removeprefix("http://").rpartition(":")
+        return host, int(port)
+
+    def resident_bytes(self) -> int:
+        """Memory that it has at this moment."""
+        return int(self.process.memory_info().rss)
+
+    def get(self, path: str) -> str:
+        """The text at `path`."""
+        with urllib.request.urlopen(self.url + path, timeout=_PATIENCE) as answer:
+            return str(answer.read().decode())
+
+    def status(self) -> dict[str, Any]:
+        """Its /status.json."""
+        found: dict[str, Any] = json.loads(self.get("/status.json"))
+        return found
+
+
+@contextmanager
+def live_server(model: str, flags: Sequence[str], threads: int | None = None) -> Iterator[LiveServer]:
+    """Serves a model on a free port until the block ends.
+
+    Args:
+        model: A folder or hub id.
+        flags: Of `orca-hf serve`.
+        threads: For the matrix products; None for PyTorch's own choice.
+
+    Raises:
+        OrcaError: It does not come up, or has not ended well.
+    """
+    command = [sys.executable, "-m", "orca_hf.cli", "serve", model, "--port", "0", "--log-level", "warning", *flags]
+    # The server is to be of this very package, however this one was found.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    if threads:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        yield LiveServer(_url(process), psutil.Process(process.pid))
+        process.send_signal(signal.SIGTERM)
+        process.wait(_PATIENCE)
+    finally:
+        process.kill()
+        process.communicate()
+    if process.returncode not in (0, -signal.SIGTERM, 128 + signal.SIGTERM):
+        raise OrcaError(f"orca-hf serve ended with status {process.returncode}.")
+
+
+def _url(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    for line in process.stdout:
+        _, found, url = line.strip().partition(" on http://")
+        if found:
+            return f"http://{url}"
+    raise OrcaError("orca-hf serve has not come up; what it says of it stands above.")
