@@ -21,7 +21,7 @@ from orca_hf.attention import attention_forward
 from orca_hf.attention_context import current_context
 from orca_hf.parity import disagreement
 from orca_hf.patches import StandIn
-from orca_hf.same_code import has_same_forward
+from orca_hf.same_code import Snapshot, has_same_forward
 from orca_kernels.compiled import Library
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def fuse(module: nn.Module, library: Library) -> "FusedForward | None":
 
 def _is_like(module: nn.Module, name: str) -> bool:
     known = _import(name)
-    return known is not None and has_same_forward(type(module), known)  # type: ignore[arg-type]
+    return known is not None and has_same_forward(type(module), known)
 
 
 @cache
@@ -84,11 +84,12 @@ class FusedForward(StandIn):
         library: The kernels.
     """
 
-    __slots__ = ("is_right", "library")
+    __slots__ = ("is_right", "known", "library")
 
     def __init__(self, module: nn.Module, library: Library) -> None:
         super().__init__(module)
         self.library = library
+        self.known = Snapshot(type(module))
         self.is_right: bool | None = None  # not known before the first call
 
     @property

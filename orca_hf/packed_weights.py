@@ -102,7 +102,7 @@ class PackedWeights:
             deep: Compare the weights' contents too, not only PyTorch's own bookkeeping.
         """
         for forward, sources in list(self._sources.items()):
-            if all(
+            if _is_known(forward) and all(
                 source.is_current() and not (deep and not _same(source.fingerprint, _fingerprint(source.weight)))
                 for source in sources
             ):
@@ -119,6 +119,11 @@ class PackedWeights:
                 self._sources[forward] = tuple(map(_Source.of, linears))
                 self._modules.update((forward.module, *linears))
                 self.is_new = True
+
+
+def _is_known(forward: StandIn) -> bool:
+    """Whether the module's own forward is still what the stand-in was made for."""
+    return not isinstance(forward, FusedForward) or forward.known.is_current()
 
 
 def _find_forwards(modules: Iterable[nn.Module]) -> dict[Forward, tuple[nn.Linear, ...]]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny import PROMPTS, make_model, pad_left
 from torch import nn
+from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
 import orca_hf
@@ -150,6 +151,30 @@ CHANGES = {
     "a hook": lambda mlp: mlp.down_proj.register_forward_hook(lambda module, args, output: output * 3),
     "a forward": lambda mlp: setattr(mlp.gate_proj, "forward", lambda hidden: hidden.new_ones(*hidden.shape[:-1], 64)),
 }
+
+
+def double_mlp(monkeypatch):
+    forward = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: 2 * forward(self, x))
+
+
+def no_rotation(monkeypatch):
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin, unsqueeze_dim=1: (q, k))
+
+
+REPLACED = {"a class's forward": double_mlp, "a function of its file": no_rotation}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", REPLACED)
+def test_what_is_replaced_for_the_whole_process_is_honoured(library, monkeypatch, name, when):
+    model, batch = orca_hf.wrap(make_model(), OrcaConfig(max_slots=512)), pad_left(PROMPTS)
+    options = {"max_new_tokens": LENGTH, "do_sample": False}
+    plain = model.generate(**batch, **options) if when == "after" else None
+    REPLACED[name](monkeypatch)
+    expected = make_model().generate(**batch, **options)
+    assert plain is None or not torch.equal(plain, expected)
+    assert torch.equal(model.generate(**batch, **options), expected)
 
 
 @pytest.mark.parametrize("name", CHANGES)
