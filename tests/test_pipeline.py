@@ -4,6 +4,7 @@ import _thread
 import copy
 import itertools
 import logging
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -471,6 +472,15 @@ def test_an_interrupt_while_prompts_are_read_leaves_nothing_running(orca: Any) -
     assert [engine.num_admitted + engine.num_waiting for engine in explain(orca.model).engines] == [0]
 
 
+@pytest.fixture
+def _interruptible() -> Iterator[None]:
+    """A process started in the background of a shell ignores Ctrl-C, and hands that down."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
 def test_an_interrupt_while_waiting_leaves_nothing_running(orca: Any) -> None:
     started: list[str] = []
 
