@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -588,7 +589,8 @@ def test_progress_counts_prompts_and_tokens(
 ) -> None:
     Bar.made = []
     clock = itertools.chain([0.0], itertools.repeat(1.0))  # so tokens per second are tokens
-    monkeypatch.setattr("orca_hf.pipelines.time.perf_counter", lambda: next(clock))
+    # Its own clock only: the engine's threads look at the time as well.
+    monkeypatch.setattr("orca_hf.pipelines.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     results = list(shared(INPUTS[shape](), progress=Bar, return_tensors=True, **options))
     (bar,) = Bar.made
     assert (bar.total, bar.num_done, bar.closed, bar.unit) == (total, len(PROMPTS), True, "prompt")
