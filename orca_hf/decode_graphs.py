@@ -26,6 +26,7 @@ from orca_hf.parity import disagreement
 from orca_hf.scheduler import Iteration
 from orca_kernels import RaggedBatch
 from orca_kernels.ragged import pack, unpack
+from orca_kernels.tiles import next_power_of_two
 
 logger = logging.getLogger(__name__)
 
@@ -218,7 +219,7 @@ class DecodeGraphs:
             self.clear()
             self._addresses = addresses
         longest = max(step.start + 1 for step in iteration.steps)
-        name = _next_power_of_two(len(iteration.steps)), max(_MIN_KV_LEN, _next_power_of_two(longest))
+        name = next_power_of_two(len(iteration.steps)), max(_MIN_KV_LEN, next_power_of_two(longest))
         if name in self._held:
             return self._buckets[name].run(iteration)
         expected = plain()
@@ -257,7 +258,3 @@ def _addresses(modules: Iterable[nn.Module]) -> list[int]:
         tensors += module._parameters.values()
         tensors += module._buffers.values()
     return [tensor.data_ptr() for tensor in tensors if tensor is not None]
-
-
-def _next_power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()

@@ -139,7 +139,7 @@ class FusedNorm(FusedForward):
     def compute(self, hidden: Tensor) -> Tensor | None:
         """(..., size) to (..., size), in float32."""
         weight = self.module._parameters["weight"]
-        if not (_is_plain(hidden) and weight is not None and _is_plain(weight) and weight.is_contiguous()):
+        if weight is None or not (_is_plain(hidden) and _is_plain(weight) and weight.is_contiguous()):
             return None
         return self.library.rms_norm(hidden, weight, offset=self.offset, eps=self.eps)
 
@@ -249,7 +249,6 @@ class FusedAttention(FusedForward):
         # As an attention module hands them over: (1, heads, rows, head_dim).
         heads = qkv.view(1, len(qkv), -1, head_dim).transpose(1, 2)
         query, key, value = heads.split([num_q_heads, num_kv_heads, num_kv_heads], dim=1)
-        calls = dict(context.calls)
         attended, weights = attention_forward(
             module,
             query,
@@ -262,7 +261,7 @@ class FusedAttention(FusedForward):
             **kwargs,
         )
         if self.is_right is None:
-            context.calls = calls  # the module's own forward comes next, and counts
+            context.calls[module] -= 1  # the module's own forward comes next, and counts
         attended = attended.reshape(1, len(qkv), -1)
         output = module.o_proj
         return self.library.linear(attended, self.output, output.bias, output.out_features), weights

@@ -89,9 +89,8 @@ class PackedWeights:
             max_bytes: Says how much memory the new copies may take; asked only if there are any.
         """
         found = _find_forwards(module for module in modules if module not in self._modules)
-        needed = sum(
-            linear.weight.numel() * linear.weight.element_size() for linears in found.values() for linear in linears
-        )
+        weights = [linear.weight for forward in found for linear in forward.linears]
+        needed = sum(weight.numel() * weight.element_size() for weight in weights)
         if needed and needed <= max_bytes():
             self._add(found)
 
@@ -112,12 +111,12 @@ class PackedWeights:
             self._modules.difference_update(modules)
             self._add(_find_forwards(modules))
 
-    def _add(self, found: dict[Forward, tuple[nn.Linear, ...]]) -> None:
+    def _add(self, found: Iterable[Forward]) -> None:
         with torch.no_grad():
-            for forward, linears in found.items():
+            for forward in found:
                 forward.pack()
-                self._sources[forward] = tuple(map(_Source.of, linears))
-                self._modules.update((forward.module, *linears))
+                self._sources[forward] = tuple(map(_Source.of, forward.linears))
+                self._modules.update((forward.module, *forward.linears))
                 self.is_new = True
 
 
@@ -126,13 +125,13 @@ def _is_known(forward: StandIn) -> bool:
     return not isinstance(forward, FusedForward) or forward.known.is_current()
 
 
-def _find_forwards(modules: Iterable[nn.Module]) -> dict[Forward, tuple[nn.Linear, ...]]:
-    """What can stand in for the forwards of `modules`, each with the linears that it has copies of."""
+def _find_forwards(modules: Iterable[nn.Module]) -> list[Forward]:
+    """What can stand in for the forwards of `modules`."""
     modules = list(modules)
     packable = dict.fromkeys(filter(can_pack, modules))
     if not packable:
-        return {}
-    found: dict[Forward, tuple[nn.Linear, ...]] = {}
+        return []
+    found: list[Forward] = []
     library = compiled.library()
     if library is not None:
         for module in modules:
@@ -140,12 +139,10 @@ def _find_forwards(modules: Iterable[nn.Module]) -> dict[Forward, tuple[nn.Linea
                 continue
             linears = forward.linears
             if all(linear in packable and linear.weight.dtype is torch.float32 for linear in linears):
-                found[forward] = linears
+                found.append(forward)
                 for linear in linears:
                     del packable[linear]
-    for linear in packable:
-        found[PackedLinear(linear)] = (linear,)
-    return found
+    return [*found, *map(PackedLinear, packable)]
 
 
 def _fingerprint(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ def joined(pieces: Sequence[Piece]) -> Piece:
     )
 
 
-class _Writer:
+class _Writer(ABC):
     """What both kinds have in common: a head that says which answer to which request it is."""
 
     prefix: str
@@ -54,11 +55,13 @@ class _Writer:
         """The end of a stream that is to tell what it used."""
         return {**self._head, "object": self.chunk_object, "choices": [], "usage": used}
 
+    @abstractmethod
     def _choice(self, piece: Piece) -> dict[str, Any]:
-        raise NotImplementedError
+        """A whole answer."""
 
+    @abstractmethod
     def _delta(self, piece: Piece) -> dict[str, Any]:
-        raise NotImplementedError
+        """A piece of a stream."""
 
 
 class CompletionWriter(_Writer):

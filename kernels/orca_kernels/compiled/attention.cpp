@@ -1,8 +1,7 @@
 // Attention of many single queries over their own K/V, all requests of a layer in one call.
 //
-// A task is one request's queries that share a K/V head, so K and V are read once for the whole group of heads. Scores go
-// through a running maximum and sum, as in flash attention, a block of keys at a time, so that a block's scores stay in
-// registers and the first-level cache.
+// K and V are read once for all heads that share them. Scores go through a running maximum and sum, as in flash attention,
+// a block of keys at a time, so that a block's scores stay in registers and the first-level cache.
 
 #include <algorithm>
 #include <cmath>
