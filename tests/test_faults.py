@@ -7,9 +7,10 @@ import time
 
 import pytest
 import torch
+from acting import Criterion, Processor, Streamer
 from tiny import PROMPTS, make_model, pad_left
 from torch.utils.data import DataLoader
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessorList, StoppingCriteriaList
 
 import orca_hf
 from orca_hf import CapacityError, OrcaConfig
@@ -45,43 +46,6 @@ def in_threads(*calls):
         thread.join(WAIT)
     assert not any(thread.is_alive() for thread in threads), "a call hangs"
     return results
-
-
-class Streamer:
-    def __init__(self, in_put=None, in_end=None, at=2):
-        self.puts, self.ends, self.in_put, self.in_end, self.at = 0, 0, in_put, in_end, at
-
-    def put(self, value):
-        self.puts += 1
-        if self.in_put is not None and self.puts == self.at:
-            self.in_put()
-
-    def end(self):
-        self.ends += 1
-        if self.in_end is not None:
-            self.in_end()
-
-
-class Processor(LogitsProcessor):
-    def __init__(self, act, at=3):
-        self.calls, self.act, self.at = 0, act, at
-
-    def __call__(self, input_ids, scores):
-        self.calls += 1
-        if self.calls == self.at:
-            self.act()
-        return scores
-
-
-class Criterion(StoppingCriteria):
-    def __init__(self, act, at=3):
-        self.calls, self.act, self.at = 0, act, at
-
-    def __call__(self, input_ids, scores, **kwargs):
-        self.calls += 1
-        if self.calls == self.at:
-            self.act()
-        return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
 def fail(error):

@@ -6,9 +6,10 @@ import threading
 
 import pytest
 import torch
+from acting import Processor, Streamer
 from oracle import SMALL
 from tiny import PROMPTS, make_model
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers import LogitsProcessorList, StoppingCriteria
 
 import orca_hf
 from orca_hf import ForwardError, OrcaConfig, OrcaError, StoppedError
@@ -221,39 +222,13 @@ def test_a_generate_call_takes_over_from_a_driving_thread_that_dies(monkeypatch,
     assert_whole(engine)
 
 
-class Processor(LogitsProcessor):
-    def __init__(self, act, at=3):
-        self.calls, self.act, self.at = 0, act, at
-
-    def __call__(self, input_ids, scores):
-        self.calls += 1
-        if self.calls == self.at:
-            self.act()
-        return scores
-
-
-class Streamer:
-    def __init__(self, in_put=None, in_end=None):
-        self.puts, self.ends, self.in_put, self.in_end = 0, 0, in_put, in_end
-
-    def put(self, value):
-        self.puts += 1
-        if self.puts == 3 and self.in_put is not None:
-            self.in_put()
-
-    def end(self):
-        self.ends += 1
-        if self.in_end is not None:
-            self.in_end()
-
-
 def fail(error):
     raise error
 
 
 CALLBACKS = {
     "a processor": lambda act: {"logits_processor": LogitsProcessorList([Processor(act)])},
-    "a streamer's put": lambda act: {"streamer": Streamer(in_put=act)},
+    "a streamer's put": lambda act: {"streamer": Streamer(in_put=act, at=3)},
     "a streamer's end": lambda act: {"streamer": Streamer(in_end=act)},
 }
 
