@@ -25,7 +25,7 @@ class EventStream(Response):
     Args:
         chunks: The objects.
         stall_timeout: Seconds to wait for a client that does not read.
-        on_close: Called when the stream is over, in whatever way, begun or not.
+        on_close: Called when the stream is over, in whatever way, begun or not; maybe twice.
     """
 
     media_type = "text/event-stream"
@@ -60,6 +60,7 @@ class EventStream(Response):
             if answer.status_code == 500:
                 logger.error("A stream failed.", exc_info=error)
             await self._send_event(send, as_json(error_body(answer)))
+        self._on_close()  # before the client can know: its next request may need this one's place
         await self._send_event(send, "[DONE]")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

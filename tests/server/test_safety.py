@@ -1,5 +1,6 @@
 """Promise: who may not ask is not answered, what is too much is refused, and nothing that is sent breaks the server."""
 
+import asyncio
 import socket
 
 import httpx
@@ -10,6 +11,7 @@ from tokenizers_tiny import byte_level
 
 from orca_hf.errors import ConfigError
 from orca_hf.server.command import bind, check_exposure
+from orca_hf.server.stream import EventStream
 
 TOKENIZER = byte_level()
 BODY = {"prompt": "k", "max_tokens": 4}
@@ -151,6 +153,20 @@ def test_a_full_queue_says_when_to_come_back():
         assert len(client.completions.create(model="tiny", prompt="k", n=3).choices) == 3
         answer = httpx.post(f"{running.url}/v1/completions", json={"prompt": "k", "n": 4})
         assert (answer.status_code, "gives 3 at once" in answer.text) == (400, True)  # coming back does not help
+
+
+def test_whoever_reads_that_a_stream_is_over_may_use_its_place():
+    happened = []
+
+    async def chunks():
+        yield {}
+
+    async def send(message):
+        happened.append(message.get("body"))
+
+    stream = EventStream(chunks(), PATIENCE, lambda: happened.append("closed"))
+    asyncio.run(stream({}, asyncio.Event().wait, send))
+    assert b"[DONE]" in happened[happened.index("closed") + 1]
 
 
 def test_one_client_cannot_take_all_places():
