@@ -78,6 +78,38 @@ def attention_forward(
         return _user_attention(module)(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **given, **kwargs
         )
+    output = attend(
+        context,
+        module,
+        query,
+        key,
+        value,
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        dropout=dropout,
+        sliding_window=sliding_window,
+        chunk_size=judge(context, module, attention_mask, sliding_window, is_causal),
+        softcap=softcap,
+        sinks=s_aux,
+        others=kwargs,
+    )
+    return output, None
+
+
+def judge(
+    context: AttentionContext,
+    module: nn.Module,
+    attention_mask: Tensor | None,
+    sliding_window: int | None,
+    is_causal: bool | None = None,
+) -> int | None:
+    """Look at what an attention module asks for besides its tensors, before `attend`.
+
+    Returns:
+        The chunk of positions that it attends within, as its config says; None if it sees all before it.
+
+    Raises:
+        UnsupportedError: It has a mask of its own, or is not causal.
+    """
     if attention_mask is not None:
         raise UnsupportedError(f"{type(module).__name__} makes an attention mask of its own")
     if is_causal is False or getattr(module, "is_causal", True) is False:
@@ -85,21 +117,7 @@ def attention_forward(
     chunk_size = _chunk_size(module)
     # The native cache keeps a chunk's worth of tokens where it would keep a window's.
     context.windows.add(sliding_window if chunk_size is None else chunk_size)
-    output = attend(
-        context,
-        module,
-        query,
-        key,
-        value,
-        dropout=dropout,
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window=sliding_window,
-        chunk_size=chunk_size,
-        softcap=softcap,
-        sinks=s_aux,
-        others=kwargs,
-    )
-    return output, None
+    return chunk_size
 
 
 def attend(
@@ -141,41 +159,82 @@ def attend(
     Raises:
         UnsupportedError: An argument would change the result in a way that is not built here.
     """
-    unknown = sorted(name for name, option in others.items() if option is not None and name not in _HARMLESS)
-    if unknown:
-        raise UnsupportedError(f"{type(module).__name__} passes {', '.join(unknown)} to attention")
-    if dropout:
-        raise UnsupportedError(f"attention dropout is {dropout}")
-    if torch.is_autocast_enabled(query.device.type) and query.dtype is not torch.float64:
-        # A rotary embedding widens Q and K again; natively autocast narrows all three at the attention's products.
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if not query.dtype == key.dtype == value.dtype:
-        raise UnsupportedError(f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}")
     if query.shape[0] != 1 or query.shape[2] != context.num_rows or key.shape[2] != context.num_rows:
         raise UnsupportedError(
             f"{type(module).__name__} reshapes its tokens: query {tuple(query.shape)}, key {tuple(key.shape)}"
         )
+    query, key, value = (each[0, :, : context.batch.total_q].transpose(0, 1) for each in (query, key, value))
+    output = attend_rows(
+        context,
+        module,
+        query,
+        key,
+        value,
+        scaling=scaling,
+        dropout=dropout,
+        sliding_window=sliding_window,
+        chunk_size=chunk_size,
+        softcap=softcap,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        others=others,
+    )
+    if padding := context.num_rows - len(output):
+        output = torch.nn.functional.pad(output, (0, 0, 0, 0, 0, padding))
+    return output[None]
+
+
+def attend_rows(
+    context: AttentionContext,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    chunk_size: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    others: Mapping[str, Any],
+) -> Tensor:
+    """`attend` on the batch's tokens as the kernels take them: query (total_q, num_heads, head_dim), K and V likewise.
+
+    Returns:
+        (total_q, num_heads, v_head_dim).
+
+    Raises:
+        UnsupportedError: An argument would change the result in a way that is not built here.
+    """
+    unknown = [name for name, option in others.items() if option is not None and name not in _HARMLESS]
+    if unknown:
+        raise UnsupportedError(f"{type(module).__name__} passes {', '.join(sorted(unknown))} to attention")
+    if dropout:
+        raise UnsupportedError(f"attention dropout is {dropout}")
+    device = query.device
+    if torch.is_autocast_enabled(device.type) and query.dtype is not torch.float64:
+        # A rotary embedding widens Q and K again; natively autocast narrows all three at the attention's products.
+        dtype = torch.get_autocast_dtype(device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if not query.dtype == key.dtype == value.dtype:
+        raise UnsupportedError(f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}")
     call = context.calls.get(module, 0)
     context.calls[module] = call + 1
-
-    query, key, value = (each[0, :, : context.batch.total_q].transpose(0, 1) for each in (query, key, value))
     cache = context.pool.layer(module, key, value, call)
-    store_kv(key, value, cache.key, cache.value, context.batch_on(query.device))
-    output = selective_attention(
+    store_kv(key, value, cache.key, cache.value, context.batch_on(device))
+    return selective_attention(
         query,
         cache.key,
         cache.value,
-        context.batch_on(query.device, attends=True, chunk_size=chunk_size),
+        context.batch_on(device, attends=True, chunk_size=chunk_size),
         scaling=scaling,
         sliding_window=sliding_window,
         softcap=softcap,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
     )
-    if padding := context.num_rows - len(output):
-        output = torch.nn.functional.pad(output, (0, 0, 0, 0, 0, padding))
-    return output[None]
 
 
 def attention_mask(*args: Any, config: PretrainedConfig, **kwargs: Any) -> Any:

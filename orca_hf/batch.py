@@ -19,7 +19,7 @@ class ForwardBatch:
     Attributes:
         input_ids: (1, num_rows) int64: the steps' tokens, one after another, then padding if it was asked for.
         position_ids: (1, num_rows) int64: each token's position in its own request.
-        sampling_rows: (num_sampling,) int64: rows whose logits are wanted, in step order; never empty; padded likewise.
+        sampling_rows: (num_sampling,) int64: rows whose logits are wanted, in order; never empty; padded likewise.
         ragged: What the attention kernels need to tell the requests apart.
     """
 
@@ -49,9 +49,9 @@ def build_batch(iteration: Iteration, *, block_size: int, device: torch.device, 
     for step in iteration.steps:
         stop = step.start + step.length
         tokens += step.request.tokens(step.start, stop)
+        tokens += step.draft
         positions += range(step.start, stop)
-        if step.samples:
-            sampling_rows.append(len(tokens) - 1)
+        sampling_rows += range(len(tokens) - step.num_samples, len(tokens))
     # A forward over nothing but prompt chunks has no row to sample; one row keeps every model's head well-formed.
     rows = sampling_rows or [len(tokens) - 1]
     rows += rows[-1:] * (-len(rows) % pad_to)

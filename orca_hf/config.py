@@ -21,6 +21,9 @@ class OrcaConfig:
             by up to two times, at the cost of that copy; without effect on other devices.
         deterministic: What a request computes does not depend, to the last bit and in any dtype, on who shares its
             iterations, nor on `max_batch_size` and `max_batch_tokens`. Slower; see the README.
+        num_speculative_tokens: Guesses at a request's next tokens that an iteration may compute along, taken from where
+            its last tokens stood before. They change no token. `None` guesses where it pays: on packed weights, while
+            few requests run; a number guesses as many always, and 0 never.
         free_when_idle: Give the K/V memory and packed weights back whenever the last running request is done. Slower
             for many small calls; for a process that trains in between.
         cuda_graphs: Replay iterations in which every request computes one token from CUDA graphs, captured over the
@@ -34,6 +37,7 @@ class OrcaConfig:
     block_size: int = 16
     pack_weights: bool = True
     deterministic: bool = False
+    num_speculative_tokens: int | None = None
     free_when_idle: bool = False
     cuda_graphs: bool = False
 
@@ -51,6 +55,8 @@ class OrcaConfig:
                 )
         if self.max_slots is not None:
             self._require_int("max_slots", self.max_slots, at_least=self.block_size)
+        if self.num_speculative_tokens is not None:
+            self._require_int("num_speculative_tokens", self.num_speculative_tokens, at_least=0)
         fraction = self.memory_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction < 1:
             raise ConfigError(f"memory_fraction is {fraction!r}, but must be a number between 0 and 1, both excluded.")

@@ -129,7 +129,7 @@ class _Bucket:
         """Put an iteration into the buffers, by one copy, and another where its requests are not the last one's."""
         size = self._block_size
         tokens, positions, slots, kv_lens, tables = [], [], [], [], []
-        for request, position, _, _ in iteration.steps:
+        for request, position, _, _, _ in iteration.steps:
             tokens += request.tokens(position, position + 1)
             positions.append(position)
             slots.append(request.blocks[position // size] * size + position % size)

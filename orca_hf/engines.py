@@ -20,8 +20,9 @@ from orca_hf.errors import ForwardError, OrcaError, UnsupportedError
 from orca_hf.kv_manager import KVManager
 from orca_hf.request import Request
 from orca_hf.runner import ModelRunner
-from orca_hf.sampling import Generation, greedy_tokens
+from orca_hf.sampling import Accepted, Generation, greedy_tokens
 from orca_hf.scheduler import Iteration, Scheduler, Step
+from orca_hf.speculation import Speculation
 from orca_hf.trial import try_out
 from orca_hf.warping import RowProbabilities, select_rows
 from orca_hf.work import EngineStats, Work
@@ -56,12 +57,15 @@ class Engine:
         self.clock: Callable[[], float] = time.monotonic
         self.scheduler = self._make_scheduler()
         self._backoff = Backoff(self.scheduler)
+        self._speculation = Speculation(config.num_speculative_tokens)
         self._changed = threading.Condition()  # guards the scheduler; notified when a driver stops, or work comes
         self._driver: int | None = None  # the driving thread
         self._is_servant = False  # whether that thread is none of the user's
         self._calls = Calls()
         self._in_flight: Iteration | None = None
-        self._pending: dict[Generation, dict[int, Step]] = {}  # sampling steps by logits row, not handed out yet
+        self._pending: dict[
+            Generation, dict[int, Step]
+        ] = {}  # sampling steps by their first logits row, not handed out yet
         self._num_iterations = 0
         self._num_tokens = 0
 
@@ -339,6 +343,9 @@ class Engine:
                 for generation in self._calls:
                     self._fail(generation, _defect(f"unfinished requests and none that can run: {state}"))
                 return
+            iteration = self._in_flight = self._speculation.extend(
+                iteration, pays=self.runner.has_cheap_rows, max_tokens=self.scheduler.max_batch_tokens
+            )
         began = self.clock()
         try:
             logits = self.runner.run(iteration, self._remaining(iteration))
@@ -346,8 +353,11 @@ class Engine:
             self._forward_failed(iteration, error)
             return
         with self._changed:
-            for row, step in enumerate(step for step in iteration.steps if step.samples):
-                self._pending.setdefault(step.request.owner, {})[row] = step
+            row = 0
+            for step in iteration.steps:
+                if step.samples:
+                    self._pending.setdefault(step.request.owner, {})[row] = step
+                    row += step.num_samples
             self.scheduler.complete(iteration)
             self._in_flight = None
             self._num_iterations += 1
@@ -377,7 +387,13 @@ class Engine:
 
     def _hand_out(self, logits: Tensor) -> None:
         """Gives each call the logits of its rows; what it makes of them is its own affair, errors included."""
-        greedy = [row for generation, steps in self._pending.items() if generation.is_plain_greedy for row in steps]
+        greedy = [
+            row + i
+            for generation, steps in self._pending.items()
+            if generation.is_plain_greedy
+            for row, step in steps.items()
+            for i in range(step.num_samples)
+        ]
         tokens = dict(zip(greedy, greedy_tokens(select_rows(logits, greedy)), strict=True)) if greedy else {}
         probabilities = RowProbabilities(logits)
         for generation, steps in self._pending.items():
@@ -389,17 +405,21 @@ class Engine:
             requests = [steps[row].request for row in rows]
             try:
                 if generation.is_plain_greedy:
-                    accepted = generation.accept_tokens(requests, [tokens[row] for row in rows])
+                    chosen = [[tokens[row + i] for i in range(steps[row].num_samples)] for row in rows]
+                    right = [self._speculation.judge(steps[row], each) for row, each in zip(rows, chosen, strict=True)]
+                    accepted = generation.accept_tokens(requests, right)
                 elif generation.is_plain_sampling:
                     drawn = generation.draw_tokens(requests, rows, probabilities)
-                    accepted = generation.accept_tokens(requests, drawn)
+                    accepted = generation.accept_tokens(requests, [[token] for token in drawn])
                 elif rows:
                     accepted = generation.accept_logits(requests, select_rows(logits, rows))
                 else:
                     accepted = []
                 listener = generation.listener
-                if listener is not None and listener.wants_logits and accepted:
-                    listener.weigh(logits[rows[0]], accepted[0][1])
+                if listener is not None and listener.wants_logits:
+                    for row, (_, tokens_of_row, _) in zip(rows, accepted, strict=False):
+                        for i, token in enumerate(tokens_of_row):
+                            listener.weigh(logits[row + i], token)
                 self._append(generation, accepted)
             except BaseException as error:
                 # A user's processor, criterion or streamer raised: its own call ends with it, no other. In a user's
@@ -410,19 +430,20 @@ class Engine:
                     self._fail(generation, error)
             del self._pending[generation]
 
-    def _append(self, generation: Generation, accepted: list[tuple[Request, int, bool]]) -> None:
+    def _append(self, generation: Generation, accepted: list[Accepted]) -> None:
         with self._changed:
             if generation.options.output_cache and accepted and all(over for _, _, over in accepted):
                 generation.kv_states = self.runner.read_kv(generation.requests)
-            self.work.add_tokens(len(accepted))
-            for request, token, over in accepted:
+            for request, tokens, over in accepted:
+                self.work.add_tokens(len(tokens))
                 if request.finished:
                     continue  # cancelled in the meantime
-                self.scheduler.append(request, token)
+                self.scheduler.append(request, tokens)
                 if over:
                     self._end_row(request)
                 if generation.listener is not None:
-                    generation.listener.token(token)
+                    for token in tokens:
+                        generation.listener.token(token)
             if generation.done:
                 self._leave(generation)
 

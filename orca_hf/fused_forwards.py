@@ -3,7 +3,8 @@
 A decode iteration of a small model spends more time between its products than in them: each of some sixty small
 operations of a layer costs as much to call as to do. So whole modules get a forward of ours for the length of an
 iteration, if theirs is known word for word (`same_code`): the RMS norm, the gated MLP, the attention with rotary
-embedding. Each must first show, in its first iteration, that it computes what the module's own forward does.
+embedding; `fused_layer` makes a layer of them. Each must first show, in its first iteration, that it computes what the
+module's own forward does.
 """
 
 import logging
@@ -11,18 +12,19 @@ from abc import abstractmethod
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from transformers.activations import GELUTanh, SiLUActivation
 
-from orca_hf.attention import attention_forward
+from orca_hf.attention import attend_rows, judge
 from orca_hf.attention_context import current_context
+from orca_hf.packed_linear import is_changed
 from orca_hf.parity import disagreement
 from orca_hf.patches import StandIn
 from orca_hf.same_code import Snapshot, has_same_forward
-from orca_kernels.compiled import Library
+from orca_kernels.compiled import Library, RmsNorm
 
 logger = logging.getLogger(__name__)
 
@@ -45,22 +47,23 @@ _NORMS = {
 _ACTIVATIONS: dict[type[nn.Module], bool] = {nn.SiLU: False, SiLUActivation: False, GELUTanh: True}  # is it GELU
 
 
-def fuse(module: nn.Module, library: Library) -> "FusedForward | None":
-    """A forward for `module` by the compiled kernels, None where its own is none of those that are known here."""
+def fuse_part(module: nn.Module, library: Library) -> "FusedForward | None":
+    """A forward for a norm, an MLP or an attention, None where its own is none of those that are known here."""
     for name, (offset, eps) in _NORMS.items():
-        if _is_like(module, name):
+        if is_like(module, name):
             return FusedNorm(module, library, offset, getattr(module, eps))
-    if _is_like(module, _MLP):
+    if is_like(module, _MLP):
         forward = FusedMLP(module, library)
         return forward if forward.is_possible() else None
     for name, window in _ATTENTIONS.items():
-        if _is_like(module, name):
+        if is_like(module, name):
             attention = FusedAttention(module, library, window, has_norms=name in _WITH_NORMS)
             return attention if attention.is_possible() else None
     return None
 
 
-def _is_like(module: nn.Module, name: str) -> bool:
+def is_like(module: nn.Module, name: str) -> bool:
+    """Whether a module's forward is that of a class of transformers' models, given as "model.Class"."""
     known = _import(name)
     return known is not None and has_same_forward(type(module), known)
 
@@ -97,6 +100,11 @@ class FusedForward(StandIn):
         """The module's linears, whose products this forward computes from copies of its own."""
         return ()
 
+    @property
+    def parts(self) -> tuple["FusedForward", ...]:
+        """Forwards of modules inside, whose work this one does."""
+        return ()
+
     @abstractmethod
     def pack(self) -> None:
         """Make the copies of the weights; asked for before the first call, under no_grad."""
@@ -114,7 +122,8 @@ class FusedForward(StandIn):
             return super().__call__(*args, **kwargs)
         if self.is_right is None:
             expected = super().__call__(*args, **kwargs)
-            difference = disagreement(_hidden(output), _hidden(expected))
+            same_kind = type(output) is type(expected)
+            difference = disagreement(_hidden(output), _hidden(expected)) if same_kind else "in what it returns"
             self.is_right = difference is None
             if difference is not None:
                 name = type(self.module).__name__
@@ -136,34 +145,38 @@ class FusedNorm(FusedForward):
     def pack(self) -> None:
         """There is nothing to pack."""
 
+    def norm(self) -> RmsNorm | None:
+        """The norm as it is now, None if the kernels cannot read its weight."""
+        weight = self.module._parameters["weight"]
+        return RmsNorm(weight, self.eps, self.offset) if is_plain(weight) and weight.is_contiguous() else None
+
     def compute(self, hidden: Tensor) -> Tensor | None:
         """(..., size) to (..., size), in float32."""
-        weight = self.module._parameters["weight"]
-        if weight is None or not (_is_plain(hidden) and _is_plain(weight) and weight.is_contiguous()):
-            return None
-        return self.library.rms_norm(hidden, weight, offset=self.offset, eps=self.eps)
+        norm = self.norm()
+        return self.library.rms_norm(hidden, norm) if norm is not None and is_plain(hidden) else None
 
 
 class FusedMLP(FusedForward):
     """`down(activation(gate(x)) * up(x))`."""
 
-    __slots__ = ("down", "gate_up", "gelu")
+    __slots__ = ("down", "gate_up", "gelu", "projections")
 
     module: Any
 
     def __init__(self, module: nn.Module, library: Library) -> None:
         super().__init__(module, library)
         self.gelu = _ACTIVATIONS.get(type(self.module.act_fn))
+        self.projections = (self.module.gate_proj, self.module.up_proj, self.module.down_proj)
 
     def is_possible(self) -> bool:
         """Whether the kernels have this activation; and none have a bias before it."""
-        biases = (getattr(linear, "bias", None) for linear in (self.module.gate_proj, self.module.up_proj))
+        biases = (getattr(linear, "bias", None) for linear in self.projections[:2])
         return self.gelu is not None and all(bias is None for bias in biases)
 
     @property
     def linears(self) -> tuple[nn.Linear, ...]:
         """All of them."""
-        return self.module.gate_proj, self.module.up_proj, self.module.down_proj
+        return self.projections
 
     def pack(self) -> None:
         """Gate and up together, and down."""
@@ -173,17 +186,17 @@ class FusedMLP(FusedForward):
 
     def compute(self, x: Tensor) -> Tensor | None:
         """(..., size) to (..., size), in float32."""
-        down = self.module.down_proj
-        if not _is_plain(x):
+        down = self.projections[2]
+        if not is_plain(x):
             return None
         hidden = self.library.gated(x, self.gate_up, down.in_features, gelu=bool(self.gelu))
         return self.library.linear(hidden, self.down, down.bias, down.out_features)
 
 
 class FusedAttention(FusedForward):
-    """Q, K and V in one product, their norms and rotary embedding in one call, the output's product."""
+    """Q, K and V in one product, their norms and rotary embedding in the same call, the output's product."""
 
-    __slots__ = ("has_norms", "output", "qkv", "window")
+    __slots__ = ("head_norms", "num_heads", "output", "projections", "qkv", "window")
 
     module: Any
 
@@ -192,20 +205,29 @@ class FusedAttention(FusedForward):
     ) -> None:
         super().__init__(module, library)
         self.window = window
-        self.has_norms = has_norms
+        # Kept, since a module finds its children ten times as slowly.
+        self.projections = (self.module.q_proj, self.module.k_proj, self.module.v_proj, self.module.o_proj)
+        norms = (self.module.q_norm, self.module.k_norm) if has_norms else ()
+        self.head_norms = tuple(FusedNorm(norm, library, 0.0, norm.variance_epsilon) for norm in norms)
 
     def is_possible(self) -> bool:
         """Whether the norms of query and key heads, if it has any, are known too."""
-        norms = (self.module.q_norm, self.module.k_norm) if self.has_norms else ()
-        return all(_is_like(norm, "llama.LlamaRMSNorm") for norm in norms)
+        norms = [norm.module for norm in self.head_norms]
+        return all(is_like(norm, "llama.LlamaRMSNorm") and not is_changed(norm) for norm in norms)
 
     @property
     def linears(self) -> tuple[nn.Linear, ...]:
         """All of them."""
-        return self.module.q_proj, self.module.k_proj, self.module.v_proj, self.module.o_proj
+        return self.projections
+
+    @property
+    def parts(self) -> tuple[FusedForward, ...]:
+        """The heads' norms."""
+        return self.head_norms
 
     def pack(self) -> None:
         """Q, K and V together, and the output's."""
+        self.num_heads = tuple(linear.out_features // self.module.head_dim for linear in self.projections[:3])
         *qkv, output = (linear.weight for linear in self.linears)
         self.qkv = self.library.pack(torch.cat(qkv))
         self.output = self.library.pack(output)
@@ -219,55 +241,74 @@ class FusedAttention(FusedForward):
         **kwargs: Any,
     ) -> tuple[Tensor, None] | None:
         """(1, num_rows, hidden_size) to the same, and no attention weights; in an iteration only."""
+        attended = self.attend(
+            hidden_states, None, position_embeddings, attention_mask, cache, is_trial=self.is_right is None, **kwargs
+        )
+        if attended is None:
+            return None
+        output = self.projections[3]
+        return self.library.linear(attended, self.output, output.bias, output.out_features), None
+
+    def attend(
+        self,
+        hidden_states: Tensor,
+        norm: RmsNorm | None,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+        attention_mask: Tensor | None,
+        cache: Any,
+        *,
+        is_trial: bool,
+        **kwargs: Any,
+    ) -> Tensor | None:
+        """All but the output's product: (1, num_rows, num_heads * head_dim), contiguous.
+
+        Args:
+            hidden_states: (1, num_rows, hidden_size).
+            norm: Of the hidden states, before anything else; None for none.
+            position_embeddings: As for the module, like the arguments that follow.
+            attention_mask: Likewise.
+            cache: Likewise.
+            is_trial: The module's own forward comes next.
+            **kwargs: What the module would hand on to the attention function.
+        """
         module, context = self.module, current_context()
         if context is None or cache is not None or kwargs.get("past_key_values") is not None:
             return None
-        if position_embeddings is None or not _is_plain(hidden_states) or hidden_states.shape[0] != 1:
+        if position_embeddings is None or not is_plain(hidden_states) or hidden_states.shape[0] != 1:
             return None
         cos, sin = position_embeddings
-        head_dim = module.head_dim
-        if not (_is_plain(cos) and _is_plain(sin) and cos.shape == sin.shape == (1, hidden_states.shape[1], head_dim)):
+        num_rows, head_dim = hidden_states.shape[1], module.head_dim
+        if not (is_plain(cos) and is_plain(sin) and cos.shape == sin.shape == (1, num_rows, head_dim)):
             return None
-        if cos.stride() != sin.stride() or cos.stride(2) != 1:
+        if cos.stride() != sin.stride() or cos.stride(2) != 1 or num_rows != context.batch.total_q:
             return None
-        norms: list[Tensor] = []
-        eps = 0.0
-        if self.has_norms:
-            norms = [module.q_norm.weight, module.k_norm.weight]
-            eps = module.q_norm.variance_epsilon
-            if not all(_is_plain(weight) and weight.is_contiguous() for weight in norms):
-                return None
+        head_norms = [norm.norm() for norm in self.head_norms]
+        if None in head_norms:
+            return None
 
-        projections = module.q_proj, module.k_proj, module.v_proj
-        widths = [linear.out_features for linear in projections]
-        num_q_heads, num_kv_heads = widths[0] // head_dim, widths[1] // head_dim
         bias = None
-        if projections[0].bias is not None:
-            bias = torch.cat([linear.bias for linear in projections])
-        qkv = self.library.linear(hidden_states[0], self.qkv, bias, sum(widths))
-        self.library.rotate(qkv, num_q_heads, num_kv_heads, cos[0], sin[0], *norms, eps=eps)
-        # As an attention module hands them over: (1, heads, rows, head_dim).
-        heads = qkv.view(1, len(qkv), -1, head_dim).transpose(1, 2)
-        query, key, value = heads.split([num_q_heads, num_kv_heads, num_kv_heads], dim=1)
-        attended, weights = attention_forward(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=module.attention_dropout if module.training else 0.0,
-            scaling=module.scaling,
-            sliding_window=self.window(module),
-            **kwargs,
+        if self.projections[0].bias is not None:
+            bias = torch.cat([linear.bias for linear in self.projections[:3]])
+        heads = self.library.attention_inputs(
+            hidden_states[0], norm, self.qkv, bias, self.num_heads, cos[0], sin[0], *head_norms
         )
-        if self.is_right is None:
-            context.calls[module] -= 1  # the module's own forward comes next, and counts
-        attended = attended.reshape(1, len(qkv), -1)
-        output = module.o_proj
-        return self.library.linear(attended, self.output, output.bias, output.out_features), weights
+        window = self.window(module)
+        attended = attend_rows(
+            context,
+            module,
+            *heads.split(self.num_heads, dim=1),
+            scaling=module.scaling,
+            dropout=module.attention_dropout if module.training else 0.0,
+            sliding_window=window,
+            chunk_size=judge(context, module, attention_mask, window),
+            others=kwargs,
+        )
+        if is_trial:
+            context.calls[module] -= 1  # the module's own forward counts
+        return attended.view(1, num_rows, -1)
 
 
-def _is_plain(tensor: Any) -> bool:
+def is_plain(tensor: Any) -> TypeGuard[Tensor]:
     """Whether the kernels can read it: float32 on the CPU, no subclass that has ideas of its own."""
     return type(tensor) in (Tensor, nn.Parameter) and tensor.dtype is torch.float32 and tensor.device.type == "cpu"
 

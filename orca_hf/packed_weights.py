@@ -11,7 +11,8 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from orca_hf.fused_forwards import FusedForward, fuse
+from orca_hf.fused_forwards import FusedForward
+from orca_hf.fused_layer import fuse
 from orca_hf.packed_linear import PackedLinear, can_pack, is_changed
 from orca_hf.patches import StandIn
 from orca_kernels import compiled
@@ -30,7 +31,7 @@ class _Source:
     weight: Tensor
     version: int
     pointer: int
-    fingerprint: tuple[Tensor, Tensor]
+    fingerprint: tuple[Tensor, ...]
 
     @classmethod
     def of(cls, linear: nn.Linear) -> "_Source":
@@ -62,7 +63,7 @@ class PackedWeights:
 
     def __init__(self) -> None:
         self.is_new = False
-        self._sources: dict[StandIn, tuple[_Source, ...]] = {}
+        self._sources: dict[Forward, tuple[_Source, ...]] = {}
         self._modules: set[nn.Module] = set()  # those that a stand-in, or a linear's, stands for
 
     @property
@@ -107,7 +108,7 @@ class PackedWeights:
             ):
                 continue
             del self._sources[forward]
-            modules = dict.fromkeys((forward.module, *(source.linear for source in sources)))
+            modules = _modules_of(forward)
             self._modules.difference_update(modules)
             self._add(_find_forwards(modules))
 
@@ -116,45 +117,56 @@ class PackedWeights:
             for forward in found:
                 forward.pack()
                 self._sources[forward] = tuple(map(_Source.of, forward.linears))
-                self._modules.update((forward.module, *forward.linears))
+                self._modules.update(_modules_of(forward))
                 self.is_new = True
 
 
-def _is_known(forward: StandIn) -> bool:
-    """Whether the module's own forward is still what the stand-in was made for."""
-    return not isinstance(forward, FusedForward) or forward.known.is_current()
+def _modules_of(forward: Forward) -> dict[nn.Module, None]:
+    """The modules whose work a forward does, each before those inside it."""
+    parts = [part.module for part in forward.parts] if isinstance(forward, FusedForward) else []
+    return dict.fromkeys((forward.module, *parts, *forward.linears))
+
+
+def _is_known(forward: Forward) -> bool:
+    """Whether the forwards that the stand-in was made for are still what they were."""
+    if not isinstance(forward, FusedForward):
+        return True
+    return forward.known.is_current() and all(
+        part.known.is_current() and not is_changed(part.module) for part in forward.parts
+    )
 
 
 def _find_forwards(modules: Iterable[nn.Module]) -> list[Forward]:
-    """What can stand in for the forwards of `modules`."""
-    modules = list(modules)
-    packable = dict.fromkeys(filter(can_pack, modules))
+    """What can stand in for the forwards of `modules`, of which each comes before those inside it."""
+    left = dict.fromkeys(modules)
+    packable = dict.fromkeys(filter(can_pack, left))
     if not packable:
         return []
     found: list[Forward] = []
     library = compiled.library()
     if library is not None:
-        for module in modules:
-            if is_changed(module) or (forward := fuse(module, library)) is None:
+        for module in list(left):
+            if module not in left or is_changed(module) or (forward := fuse(module, library)) is None:
                 continue
-            linears = forward.linears
-            if all(linear in packable and linear.weight.dtype is torch.float32 for linear in linears):
+            if all(linear in packable and linear.weight.dtype is torch.float32 for linear in forward.linears):
                 found.append(forward)
-                for linear in linears:
-                    del packable[linear]
-    return [*found, *map(PackedLinear, packable)]
+                for taken in _modules_of(forward):
+                    left.pop(taken, None)
+    return [*found, *map(PackedLinear, (linear for linear in packable if linear in left))]
 
 
-def _fingerprint(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """For every row the sum of its bits, and its product with a fixed random vector.
-
-    The first sees the smallest change of one value, the second any change that moves what the linear computes: an
-    exchange of columns, a flip of signs.
-    """
+def _fingerprint(weight: Tensor) -> tuple[Tensor, ...]:
+    """Numbers for every row that change with it: with the smallest change of one value, with an exchange of columns."""
     weight = weight.detach()
     row_bytes = weight.shape[1] * weight.element_size()
-    words = next(word for word in (torch.int64, torch.int32, torch.int16) if row_bytes % word.itemsize == 0)
-    bits = weight.view(words).sum(dim=1, dtype=torch.int64)
+    library = compiled.library()
+    if library is not None and row_bytes % 4 == 0:
+        words = weight.view(torch.int32)
+        return (library.fingerprint(words, _factors(words.shape[1])),)
+    # The sum of its bits sees the smallest change of one value, its product with a fixed random vector any change that
+    # moves what the linear computes.
+    widest = next(word for word in (torch.int64, torch.int32, torch.int16) if row_bytes % word.itemsize == 0)
+    bits = weight.view(widest).sum(dim=1, dtype=torch.int64)
     direction = _direction(weight.shape[1])
     # In pieces that stay in the cache: twice as fast as one product, which would write the weight's size to memory.
     pieces = [(piece.float() * direction).sum(dim=1) for piece in weight.split(max(1, _CACHED // weight.shape[1]))]
@@ -162,9 +174,14 @@ def _fingerprint(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @cache
+def _factors(size: int) -> Tensor:
+    return torch.randint(1, 2**31 - 1, (size,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+
+
+@cache
 def _direction(size: int) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(0))
 
 
-def _same(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> bool:
+def _same(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> bool:
     return all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(left, right, strict=True))

@@ -29,9 +29,11 @@ from orca_hf.scheduler import Iteration, Step
 CACHE_FIELD = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
 
 # What makes packed weights pay, measured on SmolLM2-135M: packing them takes as long as they save in some sixteen
-# iterations; comparing them with the model's, once whenever work begins, as long as they save in one or two.
+# iterations; comparing them with the model's, once whenever work begins, as long as they save in one or two of one row,
+# or in one of a few.
 _PACK_FOR = 16
 _VERIFY_FOR = 4
+_VERIFY_FOR_ROWS = 4
 _WORTH_RELEASING_S = 0.02
 # Requests whose next token is computed twice to check fused forwards.
 _CHECKED_WITH = 4
@@ -89,6 +91,11 @@ class ModelRunner:
     def vocab_size(self) -> int:
         """Token ids that the model has an embedding for."""
         return _embedding(self.model).shape[0]
+
+    @property
+    def has_cheap_rows(self) -> bool:
+        """Whether a few more rows in an iteration of few cost next to nothing: where products read packed weights."""
+        return self._verified and bool(self.packed.forwards) and self.graphs is None
 
     def is_stale(self, modules: tuple[nn.Module, ...]) -> bool:
         """Whether the model, now of these `modules`, is no longer what this runner was made for."""
@@ -194,14 +201,14 @@ class ModelRunner:
             remaining: Iterations that will certainly follow, to judge whether packing the weights will pay.
 
         Returns:
-            (num_sampling, vocab_size) logits in the model's dtype, of the steps that sample, in order.
+            (num_sampling, vocab_size) logits in the model's dtype: the rows that the steps want, in order.
 
         Raises:
             UnsupportedError: The model asked attention for something that is not built.
         """
 
         def plain() -> Tensor:
-            packed = self._packed_forwards(remaining)
+            packed = self._packed_forwards(iteration.num_tokens, remaining)
             if self.packed.is_new:
                 # Fused forwards hold themselves against the modules' own at their first call, better a small one.
                 first = (Step(step.request, step.start, 1, samples=False) for step in iteration.steps[:_CHECKED_WITH])
@@ -223,7 +230,7 @@ class ModelRunner:
             pad_to=ROWS if self.config.deterministic else 1,
         )
         logits, context = self._compute(batch, packed)
-        return logits[: max(1, sum(step.samples for step in iteration.steps))], context
+        return logits[: max(1, sum(step.num_samples for step in iteration.steps))], context
 
     def _compute(self, batch: ForwardBatch, packed: list[StandIn]) -> tuple[Tensor, AttentionContext]:
         """The logits of a batch's sampling rows, and the batch as the attention modules saw it."""
@@ -265,25 +272,29 @@ class ModelRunner:
             logits = logits[batch.sampling_rows.to(logits.device)]
         return logits, context
 
-    def _packed_forwards(self, remaining: int) -> list[StandIn]:
+    def _packed_forwards(self, num_rows: int, remaining: int) -> list[StandIn]:
         """The linears to run packed: all that can be, or none where that would not pay."""
         # Whether packing pays depends on who is there, and packed products add in another order.
         if not self.config.pack_weights or self.autocast is not None or self.config.deterministic:
             return []
-        if not self._verified:
-            if self._starting:
-                # What ends at once, by EOS for instance, is not to pay for what others would gain by.
-                self._starting = False
-                return []
-            needed = _VERIFY_FOR if self.packed.forwards else _PACK_FOR - self._iterations
-            if remaining < needed:
-                return []
+        if self._verified:
+            self.packed.refresh(deep=False)
+        elif self._is_worth_verifying(num_rows, remaining):
             self.packed.refresh(deep=True)
             self.packed.pack(self.model.modules(), max_bytes=self._packing_limit)
             self._verified = True
         else:
-            self.packed.refresh(deep=False)
+            return []
         return self.packed.forwards
+
+    def _is_worth_verifying(self, num_rows: int, remaining: int) -> bool:
+        """Whether the packed weights, made now or compared with the model's, save that time again."""
+        starting, self._starting = self._starting, False
+        # Whoever has run that long without will go on: one call of a token or two after the other, for instance.
+        if (self.packed.forwards or self._iterations >= _PACK_FOR) and num_rows >= _VERIFY_FOR_ROWS:
+            return True
+        # What ends at once, by EOS for instance, is not to pay for what others would gain by.
+        return not starting and remaining >= (_VERIFY_FOR if self.packed.forwards else _PACK_FOR - self._iterations)
 
     def _packing_limit(self) -> int:
         return int(free_memory(torch.device("cpu")) * self.config.memory_fraction)

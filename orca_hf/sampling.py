@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,20 @@ from orca_hf.random_state import DefaultGenerator
 from orca_hf.request import Request
 from orca_hf.sampling_options import SamplingOptions
 from orca_hf.warping import RowProbabilities
+
+
+class Accepted(NamedTuple):
+    """What an iteration brought one row.
+
+    Attributes:
+        request: The row.
+        tokens: Its next tokens: one, and more where guesses at them were right.
+        over: Whether it has ended.
+    """
+
+    request: Request
+    tokens: Sequence[int]
+    over: bool
 
 
 class Streamer(Protocol):
@@ -147,19 +161,18 @@ class Generation:
         if self._generator is not None:
             self._generator.close(discard=discard)
 
-    def accept_tokens(self, requests: Sequence[Request], tokens: Sequence[int]) -> list[tuple[Request, int, bool]]:
-        """Takes the next tokens of some rows of a plain call.
-
-        Returns:
-            (request, token, whether the row has ended) of each.
-        """
+    def accept_tokens(self, requests: Sequence[Request], tokens: Sequence[Sequence[int]]) -> list[Accepted]:
+        """Takes the next tokens of some rows of a plain call, for each row one or more."""
         accepted = []
-        for request, token in zip(requests, tokens, strict=True):
-            over = token in self._eos or len(request.generated) + 1 == self.max_new_tokens
-            accepted.append((request, token, over))
+        for request, chosen in zip(requests, tokens, strict=True):
+            last = next((i for i, token in enumerate(chosen) if token in self._eos), len(chosen) - 1)
+            taken = chosen[: last + 1]
+            over = taken[-1] in self._eos or len(request.generated) + len(taken) == self.max_new_tokens
+            accepted.append(Accepted(request, taken, over))
             if self.streamer is not None:
                 with self._callers_mode():
-                    self.streamer.put(torch.tensor([token]))
+                    for token in taken:
+                        self.streamer.put(torch.tensor([token]))
         return accepted
 
     def want_probabilities(self, rows: list[int], probabilities: RowProbabilities) -> None:
@@ -175,12 +188,11 @@ class Generation:
             draws.append(self._generator.draw(probs, stream=self._row_of[id(request)]))
         return torch.cat(draws).tolist() if draws else []  # one wait for the device, however many rows there are
 
-    def accept_logits(self, requests: Sequence[Request], logits: Tensor) -> list[tuple[Request, int, bool]]:
+    def accept_logits(self, requests: Sequence[Request], logits: Tensor) -> list[Accepted]:
         """Takes the next logits of some rows: (len(requests), vocab_size).
 
         Returns:
-            (request, token, whether the row has ended) of each row that got a token; in lockstep that is none until
-            all rows are there, and then all.
+            One entry for each row that got a token; in lockstep that is none until all rows are there, and then all.
         """
         own_random = nullcontext() if self._generator is None else self._generator.in_place()
         with self._callers_mode(), own_random:
@@ -192,7 +204,7 @@ class Generation:
         with torch.inference_mode(self._inference_mode), torch.no_grad():
             yield
 
-    def _accept_logits(self, rows: list[int], logits: Tensor) -> list[tuple[Request, int, bool]]:
+    def _accept_logits(self, rows: list[int], logits: Tensor) -> list[Accepted]:
         if self.lockstep:
             awaited = set(range(len(self.requests))) if self.options.needs_all_rows else self._unfinished
             if self._held or set(rows) < awaited:
@@ -203,14 +215,14 @@ class Generation:
                 rows = sorted(self._held)
                 logits = torch.stack([self._held[row] for row in rows])
                 self._held = {}
-        accepted = []
+        accepted: list[Accepted] = []
         for length in sorted({len(self.requests[row].generated) for row in rows}):
             chosen = [i for i, row in enumerate(rows) if len(self.requests[row].generated) == length]
             part = logits if len(chosen) == len(rows) else logits[chosen]
             accepted += self._step([rows[i] for i in chosen], length + self.prompt_len, part)
         return accepted
 
-    def _step(self, rows: list[int], length: int, logits: Tensor) -> list[tuple[Request, int, bool]]:
+    def _step(self, rows: list[int], length: int, logits: Tensor) -> list[Accepted]:
         """The body of native generate()'s loop, over `rows`, which are all `length` tokens long."""
         assert self._ids is not None
         options = self.options
@@ -251,7 +263,10 @@ class Generation:
         leaving = set(rows) - self._unfinished
         if options.needs_all_rows and self._unfinished:
             leaving = set()
-        return [(self.requests[row], token, row in leaving) for row, token in zip(rows, tokens.tolist(), strict=True)]
+        return [
+            Accepted(self.requests[row], [token], row in leaving)
+            for row, token in zip(rows, tokens.tolist(), strict=True)
+        ]
 
     def _end_rows(self, rows: list[int], going: Tensor) -> None:
         """Note which of `rows` go on: those of which `going` is not 0."""

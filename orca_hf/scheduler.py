@@ -1,7 +1,7 @@
 """Orca's Algorithm 1: which requests run in the next iteration. Pure Python, no tensors, no clock, no threads."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,13 +12,20 @@ from orca_hf.request import Request, RequestState
 class Step(NamedTuple):  # a frozen dataclass takes three times as long to make, and hundreds are made an iteration
     """One request's share of an iteration: its tokens [start, start + length).
 
-    `samples` says whether the step reaches the last known token, so that the next one is sampled at its end.
+    `samples` says whether the step reaches the last known token, so that the next one is sampled at its end. The last
+    of the tokens are then `draft`: guesses at what comes next, computed beside it to be judged.
     """
 
     request: Request
     start: int
     length: int
     samples: bool
+    draft: tuple[int, ...] = ()
+
+    @property
+    def num_samples(self) -> int:
+        """Rows of logits that are wanted: that of the last known token, and of each guess."""
+        return 1 + len(self.draft) if self.samples else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +187,9 @@ class Scheduler:
         return Step(request, request.computed, length, length == uncomputed)
 
     def complete(self, iteration: Iteration) -> None:
-        """Take back an iteration that ran: its tokens' K/V are in memory now."""
-        for request, start, length, _ in iteration.steps:
-            request.computed = start + length
+        """Take back an iteration that ran: its tokens' K/V are in memory now, those of guesses not yet counted."""
+        for request, start, length, _, draft in iteration.steps:
+            request.computed = start + length - len(draft)
         self._land(step.request for step in iteration.steps)
 
     def abandon(self, iteration: Iteration) -> None:
@@ -201,11 +208,12 @@ class Scheduler:
         if not step.request.finished:
             step.request.computed = step.start
 
-    def append(self, request: Request, token: int) -> None:
-        """Add the token sampled for `request`, which makes it runnable again."""
+    def append(self, request: Request, tokens: Sequence[int]) -> None:
+        """Add what was sampled for `request`, which makes it runnable again: guesses that were right, and one token."""
         assert request.state is RequestState.READY, f"{request} cannot take a token"
         assert request.uncomputed == 0, f"{request} has tokens to compute first"
-        request.generated.append(token)
+        request.generated += tokens
+        request.computed += len(tokens) - 1  # the K/V of guesses are in memory
 
     def finish(self, request: Request) -> None:
         """End `request` and take its slots back; it must not be in flight."""

@@ -101,7 +101,7 @@ class Work:
         """Count an iteration that ran; nothing of its requests is kept but numbers."""
         shares = tuple([
             Share(request.request_id, "prefill" if start < len(request.prompt) else "decode", length)
-            for request, start, length, _ in iteration.steps
+            for request, start, length, _, _ in iteration.steps
         ])  # fmt: skip
         with self._lock:
             self._num_iterations += 1

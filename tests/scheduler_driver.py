@@ -46,7 +46,7 @@ def land(scheduler: Scheduler, iteration: Iteration) -> None:
 
 
 def give_token(scheduler: Scheduler, request: Request) -> None:
-    scheduler.append(request, TOKEN)
+    scheduler.append(request, [TOKEN])
     if len(request.generated) == request.max_new_tokens:
         scheduler.finish(request)
 

@@ -161,8 +161,9 @@ def test_generate_is_native_generate(model_type, record_property):
     if how == "native":
         assert iterations == 0
     else:
-        # A row's prompt and its tokens do not fit into one iteration, so many more than its tokens have run.
-        assert iterations > sum(options["max_new_tokens"] for options in OPTIONS.values()) * len(INPUTS)
+        # A row's prompt and its tokens do not fit into one iteration, so many have run; fewer where guesses at tokens
+        # that repeat were right.
+        assert iterations > sum(options["max_new_tokens"] for options in OPTIONS.values()) * len(INPUTS) / 2
     if not raised and model_type not in REPEATS_ITSELF:
         tokens = native["together", "greedy"][:, -OPTIONS["greedy"]["max_new_tokens"] :]
         assert len(set(tokens.flatten().tolist())) > 4, "the model repeats itself: too weak an oracle"

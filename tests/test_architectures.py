@@ -26,7 +26,7 @@ def test_greedy_tokens_equal_native(model_type):
         assert orca_hf.explain(model, **batch, max_new_tokens=16).runs_by == "orca"
         ours = model.generate(**batch, max_new_tokens=16, do_sample=False)
         assert torch.equal(ours, native), config
-    assert model.generate.engines[0].stats.num_iterations == 16
+    assert model.generate.engines[0].stats.num_iterations <= 16
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)

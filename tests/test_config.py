@@ -48,6 +48,8 @@ BAD_SETTINGS: list[tuple[dict[str, Any], list[str]]] = [
     ({"pack_weights": "yes"}, ["pack_weights is 'yes'", "True or False"]),
     ({"pack_weights": None}, ["pack_weights is None", "True or False"]),
     ({"deterministic": None}, ["deterministic is None", "True or False"]),
+    ({"num_speculative_tokens": -1}, ["num_speculative_tokens is -1", "integer of at least 0"]),
+    ({"num_speculative_tokens": True}, ["num_speculative_tokens is True", "integer"]),
     ({"free_when_idle": 0}, ["free_when_idle is 0", "True or False"]),
     ({"cuda_graphs": "auto"}, ["cuda_graphs is 'auto'", "True or False"]),
 ]
@@ -96,6 +98,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "block_size": 16,
         "pack_weights": True,
         "deterministic": False,
+        "num_speculative_tokens": None,
         "free_when_idle": False,
         "cuda_graphs": False,
     }

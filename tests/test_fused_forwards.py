@@ -12,20 +12,21 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 
 import orca_hf
 from orca_hf import OrcaConfig
-from orca_hf.fused_forwards import FusedAttention, FusedMLP, FusedNorm, fuse
+from orca_hf.fused_forwards import FusedAttention, FusedMLP, FusedNorm
+from orca_hf.fused_layer import FusedLayer, fuse
 from orca_hf.packed_weights import PackedWeights
 from orca_hf.same_code import has_same_forward
 from orca_kernels import compiled
 
-KINDS = {FusedNorm: "norm", FusedMLP: "mlp", FusedAttention: "attention"}
+KINDS = {FusedLayer: "layer", FusedNorm: "norm", FusedMLP: "mlp", FusedAttention: "attention"}
 # model type -> the kinds of modules that are fused in it
 FUSED = {
-    "llama": {"norm", "mlp", "attention"},
-    "mistral": {"norm", "mlp", "attention"},
-    "qwen2": {"norm", "mlp", "attention"},
-    "qwen3": {"norm", "mlp", "attention"},
+    "llama": {"norm", "layer"},
+    "mistral": {"norm", "layer"},
+    "qwen2": {"norm", "layer"},
+    "qwen3": {"norm", "layer"},
     "granite": {"norm", "mlp", "attention"},
-    "gemma": {"norm", "mlp", "attention"},
+    "gemma": {"norm", "layer"},
     "gemma2": {"norm", "mlp"},
     "olmo2": {"norm", "mlp"},
     "gpt2": set(),

@@ -163,7 +163,7 @@ def test_early_end_returns_the_whole_reservation() -> None:
     first, second = submit(scheduler, 4, 7), submit(scheduler, 4, 7)  # 10 slots each
     iteration = schedule(scheduler)
     scheduler.complete(iteration)
-    scheduler.append(first, TOKEN)
+    scheduler.append(first, [TOKEN])
     scheduler.finish(first)  # an EOS
     assert first.state is RequestState.FINISHED
     assert ids(schedule(scheduler)) == [second.request_id]
@@ -224,10 +224,10 @@ def test_request_without_its_token_is_left_out_and_keeps_its_place() -> None:
     submit(scheduler, 2, 3)
     submit(scheduler, 2, 3)
     scheduler.complete(iteration := schedule(scheduler))
-    scheduler.append(iteration.steps[1].request, TOKEN)
+    scheduler.append(iteration.steps[1].request, [TOKEN])
     assert (held.computed, held.known, held.uncomputed) == (2, 2, 0)
     assert ids(run_once(scheduler)) == [1, 2]
-    scheduler.append(held, TOKEN)
+    scheduler.append(held, [TOKEN])
     assert spans(schedule(scheduler)) == "0:2+1! 1:3+1!"
 
 
@@ -237,7 +237,7 @@ def test_nothing_runs_while_every_request_waits_for_its_token() -> None:
     scheduler.complete(schedule(scheduler))
     assert scheduler.schedule() is None
     assert not scheduler.idle
-    scheduler.append(request, TOKEN)
+    scheduler.append(request, [TOKEN])
     assert spans(schedule(scheduler)) == "0:2+1!"
 
 
@@ -292,7 +292,7 @@ def test_cancel_between_iterations_returns_the_slots_at_once(token_came: bool) -
     request = submit(scheduler, 4, 3)
     scheduler.complete(schedule(scheduler))
     if token_came:
-        scheduler.append(request, TOKEN)
+        scheduler.append(request, [TOKEN])
     scheduler.cancel(request)
     assert request.state is RequestState.CANCELLED
     assert request.blocks == ()
@@ -413,12 +413,12 @@ def test_misuse_by_an_engine_trips_an_assertion() -> None:
         scheduler.finish(request)
     iteration = schedule(scheduler)
     with pytest.raises(AssertionError, match="cannot take a token"):
-        scheduler.append(request, TOKEN)
+        scheduler.append(request, [TOKEN])
     with pytest.raises(AssertionError, match="cannot finish"):
         scheduler.finish(request)
     scheduler.complete(iteration)
     with pytest.raises(AssertionError, match="tokens to compute first"):
-        scheduler.append(request, TOKEN)
+        scheduler.append(request, [TOKEN])
 
 
 @pytest.mark.parametrize(
@@ -533,7 +533,7 @@ def run_scheduler(
             landed = in_flight.pop(0)
             scheduler.complete(landed)
             for request in (step.request for step in landed.steps):
-                scheduler.append(request, TOKEN)
+                scheduler.append(request, [TOKEN])
                 if len(request.generated) == arrivals[request.request_id].num_generated:
                     scheduler.finish(request)
     return history

@@ -242,7 +242,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.shadows[i].ended = True
 
     def give_token(self, shadow: Shadow, *, last: bool) -> None:
-        self.scheduler.append(shadow.request, TOKEN)
+        self.scheduler.append(shadow.request, [TOKEN])
         shadow.generated += 1
         shadow.landed = None
         if last or shadow.generated == shadow.max_new_tokens:

@@ -1,7 +1,7 @@
 """The CPU backend: one pass over the requests, on views of the caches.
 
-Equal to the reference. Decodes run in one call of the compiled kernels where these are loaded; everything
-else, and everything where they are not, is PyTorch's. Whatever does not depend on the layer (spans, masks, slot
+Equal to the reference. Decodes, and requests with a few query rows, run in one call of the compiled kernels where
+these are loaded; everything else, and everything where they are not, is PyTorch's. Whatever does not depend on the layer (spans, masks, slot
 indices) is computed at an iteration's first layer and kept in `RaggedBatch.scratch`: this code runs layers x requests
 times per iteration.
 """
@@ -20,6 +20,8 @@ from .reference import request_slots
 
 # Rows of a prompt that attend together where a mask is needed; bounds the mask at _TILE x max_kv_len.
 _TILE = 256
+# Query rows of a request up to which the compiled kernel, which reads its K/V anew for each, beats SDPA.
+_FEW = 8
 
 
 @dataclass(slots=True)
@@ -32,7 +34,7 @@ class _Span:
         kv_len: Number of keys that some row sees.
         first_slot: Slot of the first of them; the others follow, unless `slots` says otherwise.
         slots: (kv_len,) int64: their slots, where these are not consecutive; else None.
-        is_decode: It is all of its request's query rows, and one.
+        is_short: It is all of its request's query rows, and few.
         is_causal: SDPA's own causal mask is the whole mask.
         bias: Added to the scores: (rows, kv_len), (num_kv_heads, group, rows, kv_len), or None for nothing.
     """
@@ -42,7 +44,7 @@ class _Span:
     kv_len: int
     first_slot: int
     slots: Tensor | None
-    is_decode: bool
+    is_short: bool
     is_causal: bool
     bias: Tensor | None = None
 
@@ -52,8 +54,8 @@ class _Plan:
     """What the layers of an iteration share.
 
     Attributes:
-        spans: In flat order; without the decodes where the compiled kernels take these.
-        decodes: (num_decodes,) int32: the requests that they take.
+        spans: In flat order; without the short ones where the compiled kernels take these.
+        queries: (3, num_queries) int32: what they take, as `Library.decode` wants it.
         slopes: The ALiBi slopes; held so that their address, which names the plan, stays theirs.
         sections: Where every span is a decode over slots of its own: sizes that cut the caches into gap, K/V, gap, ...
         places: For each span, which section holds its K/V.
@@ -61,25 +63,28 @@ class _Plan:
 
     spans: list[_Span]
     slopes: Tensor | None
-    decodes: Tensor | None = None
+    queries: Tensor | None = None
     sections: list[int] | None = None
     places: list[int] = field(default_factory=list)
 
 
 def store_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, batch: RaggedBatch) -> None:
     """Writes the new tokens' K and V to their slots; shapes as in `orca_kernels.store_kv`."""
+    library = None if batch.bounded else loaded()  # what records a bounded batch's work sees PyTorch's operations alone
+    if library is not None and all(
+        rows.stride(2) == cache.stride(2) == 1 and rows.dtype is cache.dtype
+        for rows, cache in ((key, key_cache), (value, value_cache))
+    ):
+        library.store(key, value, key_cache, value_cache, batch.slot_mapping)
+        return
     if batch.num_requests == 1 and batch.first_slots[0] is not None:
         end = batch.first_slots[0] + batch.kv_lens_host[0]
         start = end - batch.query_lens_host[0]
         key_cache[start:end].copy_(key)
         value_cache[start:end].copy_(value)
         return
-    library = None if batch.bounded else loaded()  # what records a bounded batch's work sees PyTorch's operations alone
-    for rows, cache in ((key, key_cache), (value, value_cache)):
-        if library is not None and rows.stride(2) == cache.stride(2) == 1 and rows.dtype is cache.dtype:
-            library.store(rows, cache, batch.slot_mapping)
-        else:
-            cache.index_copy_(0, batch.slot_mapping, rows)
+    key_cache.index_copy_(0, batch.slot_mapping, key)
+    value_cache.index_copy_(0, batch.slot_mapping, value)
 
 
 def selective_attention(
@@ -95,13 +100,11 @@ def selective_attention(
     alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """Attends request by request; arguments, result and errors as in `orca_kernels.selective_attention`."""
-    num_kv_heads = key_cache.shape[1]
-    group = query.shape[1] // num_kv_heads
     # SDPA has neither sinks nor a softcap, and would copy K/V where the value's width is its own.
     explicit = softcap is not None or sinks is not None or key_cache.shape[2] != value_cache.shape[2]
     compiled = None
     # Whether the kernels are loaded by now must make no difference where not a bit may differ.
-    if query.dtype in DECODE_DTYPES and 1 in batch.query_lens_host and not batch.batch_invariant:
+    if query.dtype in DECODE_DTYPES and min(batch.query_lens_host) <= _FEW and not batch.batch_invariant:
         compiled = loaded()
     plan = _plan(batch, query.dtype, key_cache, sliding_window, alibi_slopes, explicit, compiled is not None)
     if query.stride(2) != 1:
@@ -110,13 +113,13 @@ def selective_attention(
     if plan.sections is not None:
         return _decode_all(query, key_cache, value_cache, plan, plan.sections, scaling)
     out = torch.empty(*query.shape[:2], value_cache.shape[2], dtype=query.dtype)
-    if compiled is not None and plan.decodes is not None:
+    if compiled is not None and plan.queries is not None:
         compiled.decode(
             query,
             key_cache,
             value_cache,
             batch,
-            plan.decodes,
+            plan.queries,
             out,
             scaling=scaling,
             sliding_window=sliding_window,
@@ -125,7 +128,11 @@ def selective_attention(
             alibi_slopes=None if alibi_slopes is None else alibi_slopes.to(torch.float32).contiguous(),
         )
 
+    if not plan.spans:
+        return out
     # (num_kv_heads, group, tokens, head_dim): a group's heads stand next to the K/V head that they share.
+    num_kv_heads = key_cache.shape[1]
+    group = query.shape[1] // num_kv_heads
     grouped = query.view(-1, num_kv_heads, group, query.shape[2]).permute(1, 2, 0, 3)
     keys, values = key_cache.transpose(0, 1), value_cache.transpose(0, 1)
     for span in plan.spans:
@@ -220,15 +227,14 @@ def _plan(
     if known is not None:
         return known
     spans = _cut(batch, sliding_window, masked=explicit or alibi_slopes is not None)
-    decodes = None
+    queries = None
     if compiled:
-        requests = [index for index, query_len in enumerate(batch.query_lens_host) if query_len == 1]
-        decodes = torch.tensor(requests, dtype=torch.int32)
-        spans = [span for span in spans if not span.is_decode]
+        queries = _short_queries(batch)
+        spans = [span for span in spans if not span.is_short]
     # SDPA wants a mask of the query's dtype; written out, scores are in float32 at least.
     bias_dtype = torch.promote_types(dtype, torch.float32) if explicit else dtype
     _add_biases(spans, sliding_window, alibi_slopes, num_kv_heads, bias_dtype)
-    plan = _Plan(spans, alibi_slopes, decodes)
+    plan = _Plan(spans, alibi_slopes, queries)
     if not explicit:
         for span in spans:
             if span.rows == 1 and span.bias is not None:
@@ -237,6 +243,17 @@ def _plan(
             _add_sections(plan, num_slots)
     batch.scratch[name] = plan
     return plan
+
+
+def _short_queries(batch: RaggedBatch) -> Tensor:
+    """(3, num) int32: for each query of the requests with few of them its row, its request, and the keys it sees."""
+    queries = []
+    row = 0
+    for request, (query_len, kv_len) in enumerate(zip(batch.query_lens_host, batch.kv_lens_host, strict=True)):
+        if query_len <= _FEW:
+            queries += [(row + i, request, kv_len - query_len + i + 1) for i in range(query_len)]
+        row += query_len
+    return torch.tensor(queries, dtype=torch.int32).T.contiguous()
 
 
 def _add_sections(plan: _Plan, num_slots: int) -> None:
@@ -280,7 +297,7 @@ def _cut(batch: RaggedBatch, sliding_window: int | None, *, masked: bool) -> lis
                     kv_len=end - begin,
                     first_slot=first_slot + begin if slots is None else -1,
                     slots=None if slots is None else slots[begin:end],
-                    is_decode=query_len == 1,
+                    is_short=query_len <= _FEW,
                     is_causal=is_causal,
                 )
             )

@@ -85,7 +85,7 @@ def _iterate(scheduler: Scheduler) -> int:
     for step in iteration.steps:
         if step.samples:
             request = step.request
-            scheduler.append(request, _TOKEN)
+            scheduler.append(request, (_TOKEN,))
             if len(request.generated) == request.max_new_tokens:
                 scheduler.finish(request)
                 num_ended += 1

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from orca_kernels import compiled
-from orca_kernels.compiled import CompileError, Library, bindings, compile_library
+from orca_kernels.compiled import CompileError, Library, PackedProduct, RmsNorm, bindings, compile_library
 
 
 @pytest.fixture(scope="module")
@@ -112,39 +112,107 @@ def test_rms_norm(library: Library, size: int, offset: float) -> None:
     weight, wide = torch.randn(size), torch.randn(1, 90, size + 3)
     for rows in (wide[..., :size], wide[:, :5, :size]):
         expected = torch.nn.functional.rms_norm(rows.double(), (size,), offset + weight.double(), 1e-5)
-        ours = library.rms_norm(rows, weight, offset=offset, eps=1e-5)
+        ours = library.rms_norm(rows, RmsNorm(weight, 1e-5, offset))
         torch.testing.assert_close(ours, expected.float(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 70])
+@pytest.mark.parametrize("has_all", [False, True])
 @pytest.mark.parametrize("head_dim", [2, 12, 64])
-def test_rotate_turns_the_halves_of_query_and_key_heads(library: Library, head_dim: int, with_norms: bool) -> None:
+def test_queries_keys_and_values(library: Library, head_dim: int, has_all: bool, num_rows: int) -> None:
     torch.manual_seed(0)
-    rows, num_q, num_k = 70, 6, 2
-    qkv = torch.randn(rows, (num_q + 2 * num_k) * head_dim)
-    cos, sin = torch.randn(rows, head_dim), torch.randn(rows, head_dim)
-    norms = (torch.randn(head_dim), torch.randn(head_dim)) if with_norms else ()
-    heads = qkv.view(rows, -1, head_dim).clone()
-    for part, weight in zip((slice(0, num_q), slice(num_q, num_q + num_k)), norms or (None, None), strict=True):
-        part_heads = heads[:, part]
-        if weight is not None:
-            part_heads = torch.nn.functional.rms_norm(part_heads, (head_dim,), weight, 1e-6)
+    num_q, num_k, num_in = 6, 2, 40
+    hidden = torch.randn(num_rows, 2 * num_in)[:, :num_in]
+    weight, bias = torch.randn((num_q + 2 * num_k) * head_dim, num_in), torch.randn((num_q + 2 * num_k) * head_dim)
+    cos, sin = torch.randn(num_rows, head_dim), torch.randn(num_rows, head_dim)
+    norm, q_norm, k_norm = (RmsNorm(torch.randn(size), 1e-6) for size in (num_in, head_dim, head_dim))
+    ours = library.attention_inputs(
+        hidden,
+        norm if has_all else None,
+        library.pack(weight),
+        bias if has_all else None,
+        (num_q, num_k, num_k),
+        cos,
+        sin,
+        *((q_norm, k_norm) if has_all else ()),
+    )
+    normed = rms_norm(hidden, norm) if has_all else hidden
+    heads = torch.nn.functional.linear(normed, weight, bias if has_all else None).view(num_rows, -1, head_dim)
+    for part, head_norm in ((slice(0, num_q), q_norm), (slice(num_q, num_q + num_k), k_norm)):
+        part_heads = rms_norm(heads[:, part], head_norm) if has_all else heads[:, part]
         first, second = part_heads.chunk(2, dim=-1)
         heads[:, part] = part_heads * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
-    library.rotate(qkv, num_q, num_k, cos, sin, *norms, eps=1e-6)
-    torch.testing.assert_close(qkv.view(rows, -1, head_dim), heads, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours, heads, rtol=1e-4, atol=1e-4)
+
+
+def rms_norm(rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
+    return torch.nn.functional.rms_norm(rows, rows.shape[-1:], norm.offset + norm.weight, norm.eps)
+
+
+@pytest.mark.parametrize("num_rows", [1, 70])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("sizes", [(12, 40, 24), (96, 64, 2100)], ids=str)
+def test_from_attention_to_the_next_layer(
+    library: Library, sizes: tuple[int, int, int], with_bias: bool, num_rows: int
+) -> None:
+    torch.manual_seed(0)
+    attended_size, size, inner_size = sizes
+    attended, hidden = torch.randn(num_rows, attended_size), torch.randn(num_rows, size)
+    output, down = torch.randn(size, attended_size) / 8, torch.randn(size, inner_size) / 8
+    gate, up = torch.randn(2, inner_size, size).unbind()
+    biases = (torch.randn(size), torch.randn(size)) if with_bias else (None, None)
+    norm = RmsNorm(torch.randn(size), 1e-5, 1.0)
+    ours = library.layer_outputs(
+        attended,
+        hidden,
+        PackedProduct(library.pack(output), biases[0], attended_size),
+        norm,
+        library.pack_gated(gate, up),
+        PackedProduct(library.pack(down), biases[1], inner_size),
+        gelu=False,
+    )
+    linear = torch.nn.functional.linear
+    middle = hidden + linear(attended, output, biases[0])
+    normed = rms_norm(middle, norm)
+    inner = torch.nn.functional.silu(linear(normed, gate)) * linear(normed, up)
+    torch.testing.assert_close(ours, middle + linear(inner, down, biases[1]), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_store_puts_rows_into_their_slots_and_nothing_else(library: Library, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    rows = torch.randn(9, 3, 20).to(dtype)[::2, :, :16]
     slots = torch.tensor([7, 0, 11, 3, 4])
-    cache = torch.randn(12, 3, 24).to(dtype)[..., 4:20]
-    expected = cache.clone()
-    expected[slots] = rows
-    library.store(rows, cache, slots)
-    assert torch.equal(cache, expected)
+    key, value = torch.randn(9, 3, 20).to(dtype)[::2, :, :16], torch.randn(5, 3, 8).to(dtype)
+    caches = [torch.randn(12, 3, 24).to(dtype)[..., 4:20], torch.randn(12, 3, 8).to(dtype)]
+    expected = [cache.clone() for cache in caches]
+    for cache, rows in zip(expected, (key, value), strict=True):
+        cache[slots] = rows
+    library.store(key, value, *caches, slots)
+    assert all(torch.equal(cache, wanted) for cache, wanted in zip(caches, expected, strict=True))
+
+
+CHANGES = {
+    "a bit": lambda rows: rows[13, -1].view(torch.int32).bitwise_xor_(1),
+    "a sign": lambda rows: rows[13, 0].neg_(),
+    "every sign": lambda rows: rows[13].neg_(),
+    "an exchange": lambda rows: rows[13].copy_(rows[13].flip(0)),
+    "another size": lambda rows: rows[13].mul_(2),
+    "two bits that cancel": lambda rows: rows[13, :2].view(torch.int32).add_(torch.tensor([1, -1], dtype=torch.int32)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("size", [2, 7, 576])
+def test_a_fingerprint_sees_every_change(library: Library, size: int, change: str) -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(50, size)
+    factors = torch.randint(1, 2**31 - 1, (size,), dtype=torch.int32)
+    before = library.fingerprint(rows.view(torch.int32), factors)
+    words = [[word % 2**32 for word in row] for row in rows.view(torch.int32).tolist()]
+    expected = [sum(word * factor for word, factor in zip(row, factors.tolist(), strict=True)) % 2**64 for row in words]
+    assert [number % 2**64 for number in before.tolist()] == expected
+    CHANGES[change](rows)
+    assert (library.fingerprint(rows.view(torch.int32), factors) != before).nonzero().tolist() == [[13]]
 
 
 def test_nan_and_infinity_stay(library: Library) -> None:

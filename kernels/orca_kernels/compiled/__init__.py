@@ -1,6 +1,15 @@
 """CPU kernels in C++, compiled once on the user's machine, where it has a compiler; everything works without them."""
 
-from .bindings import DECODE_DTYPES, Library, library, loaded
+from .bindings import DECODE_DTYPES, Library, PackedProduct, RmsNorm, library, loaded
 from .build import CompileError, compile_library
 
-__all__ = ["DECODE_DTYPES", "CompileError", "Library", "compile_library", "library", "loaded"]
+__all__ = [
+    "DECODE_DTYPES",
+    "CompileError",
+    "Library",
+    "PackedProduct",
+    "RmsNorm",
+    "compile_library",
+    "library",
+    "loaded",
+]

@@ -1,4 +1,4 @@
-// Attention of many single queries over their own K/V, all requests of a layer in one call.
+// Attention of single queries, each over the K/V that it sees: all requests of a layer in one call.
 //
 // K and V are read once for all heads that share them. Scores go through a running maximum and sum, as in flash attention,
 // a block of keys at a time, so that a block's scores stay in registers and the first-level cache.
@@ -77,16 +77,12 @@ struct Cache {
   }
 };
 
-// scores[h][j] of HEADS queries with a block's keys. The block after it is on its way meanwhile.
+// scores[h][j] of HEADS queries with a block's keys. The keys of the block after it are on their way meanwhile.
 template <int HEADS, typename T>
-void score(const float* queries, Cache<T> keys, Cache<T> values, const Slots& slots, const Slots& next,
-           float (*scores)[kBlock]) {
+void score(const float* queries, Cache<T> keys, const Slots& slots, const Slots& next, float (*scores)[kBlock]) {
   const int vectors = keys.vectors();
   for (int j = 0; j < slots.count; ++j) {
-    if (j < next.count) {
-      keys.prefetch(next.slot[j]);
-      values.prefetch(next.slot[j]);
-    }
+    if (j < next.count) keys.prefetch(next.slot[j]);
     const T* row = keys.row(slots.slot[j]);
     Vector sums[HEADS] = {};
     for (int i = 0; i < vectors; ++i) {
@@ -99,10 +95,10 @@ void score(const float* queries, Cache<T> keys, Cache<T> values, const Slots& sl
 }
 
 // result[h] = rescale[h] * result[h] + sum over j of weights[h][j] * values[j]: WIDTH vectors from the first on, whose last
-// may be cut short by the row's end if WIDTH is 1.
+// may be cut short by the row's end if WIDTH is 1. The values of the block after it are on their way meanwhile.
 template <int HEADS, int WIDTH, typename T>
 void add_values(float* result, int first, const float* rescale, Cache<T> values, const Slots& slots,
-                const float (*weights)[kBlock]) {
+                const Slots& next, const float (*weights)[kBlock]) {
   const int row = values.vectors() * kLanes;
   float* const target = result + first * kLanes;
   Vector sums[HEADS][WIDTH];
@@ -111,6 +107,7 @@ void add_values(float* result, int first, const float* rescale, Cache<T> values,
 #pragma GCC unroll 4
     for (int i = 0; i < WIDTH; ++i) sums[h][i] = load(target + h * row + i * kLanes) * rescale[h];
   for (int j = 0; j < slots.count; ++j) {
+    if (first == 0 && j < next.count) values.prefetch(next.slot[j]);
     const T* const from = values.row(slots.slot[j]);
 #pragma GCC unroll 4
     for (int i = 0; i < WIDTH; ++i) {
@@ -148,7 +145,7 @@ void attend(const float* queries, Cache<T> keys, Cache<T> values, const Slots& s
             float* top, float* sum, float softcap, const float* slopes, int distance) {
   alignas(64) float scores[HEADS][kBlock];
   float rescale[HEADS];
-  score<HEADS>(queries, keys, values, slots, next, scores);
+  score<HEADS>(queries, keys, slots, next, scores);
   for (int h = 0; h < HEADS; ++h) {
     float* s = scores[h];
     if (softcap > 0.0f)
@@ -159,8 +156,8 @@ void attend(const float* queries, Cache<T> keys, Cache<T> values, const Slots& s
   }
   int i = 0;
   for (; (i + kWidth) * kLanes <= values.size; i += kWidth)
-    add_values<HEADS, kWidth>(result, i, rescale, values, slots, scores);
-  for (; i < values.vectors(); ++i) add_values<HEADS, 1>(result, i, rescale, values, slots, scores);
+    add_values<HEADS, kWidth>(result, i, rescale, values, slots, next, scores);
+  for (; i < values.vectors(); ++i) add_values<HEADS, 1>(result, i, rescale, values, slots, next, scores);
 }
 
 template <typename T>
@@ -170,38 +167,46 @@ using Attend = void (*)(const float*, Cache<T>, Cache<T>, const Slots&, const Sl
 // query:        (total_q, num_heads, head_dim), strides in elements, the last one 1
 // key_cache:    (num_slots, num_kv_heads, head_dim), likewise
 // value_cache:  (num_slots, num_kv_heads, v_head_dim), likewise
-// requests:     (num_requests): which requests of the batch to serve, each with one query
-// cu_seqlens_q, kv_lens, block_table (all requests, table_width): as in RaggedBatch
+// rows:         (num_queries): which rows of `query` to serve
+// requests:     (num_queries): the request of each
+// kv_lens:      (num_queries): keys that each sees
+// block_table:  (num_requests, table_width): as in RaggedBatch
 // out:          (total_q, num_heads, v_head_dim), contiguous; other rows are left alone
 // sliding_window 0: none. softcap 0: none. sinks, slopes: (num_heads) or null.
 template <typename T>
 void decode(const T* query, int64_t query_row, int64_t query_head, const T* key_cache, int64_t key_slot,
-            int64_t key_head, const T* value_cache, int64_t value_slot, int64_t value_head, const int32_t* requests,
-            int64_t num_requests, const int32_t* cu_seqlens_q, const int32_t* kv_lens, const int32_t* block_table,
+            int64_t key_head, const T* value_cache, int64_t value_slot, int64_t value_head, const int32_t* rows,
+            const int32_t* requests, const int32_t* kv_lens, int64_t num_queries, const int32_t* block_table,
             int64_t table_width, T* out, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
             int64_t v_head_dim, int64_t block_size, int64_t sliding_window, float scaling, float softcap,
             const float* sinks, const float* slopes, int64_t num_threads) {
   constexpr Attend<T> by_heads[] = {nullptr, attend<1, T>, attend<2, T>, attend<3, T>, attend<4, T>};
   const int64_t group = num_heads / num_kv_heads;
   const int64_t key_row = (head_dim + kLanes - 1) / kLanes * kLanes, value_row = (v_head_dim + kLanes - 1) / kLanes * kLanes;
-  // A task is a request: its heads lie side by side in the caches and are best read together. With few requests it is
-  // some heads of one K/V head, so that all threads have work.
-  const bool few = num_requests < 2 * num_threads;
+  // A task is a query: its heads lie side by side in the caches and are best read together. With few queries it is some
+  // heads of one K/V head, so that all threads have work.
+  const bool few = num_queries < 2 * num_threads;
   const int64_t step = std::min<int64_t>(group, kMaxGroup), cuts = (group + step - 1) / step;
-  const int64_t parts = few ? num_kv_heads * cuts : 1, num_tasks = num_requests * parts;
+  const int64_t parts = few ? num_kv_heads * cuts : 1, num_tasks = num_queries * parts;
 
-  const auto begin_of = [&](int32_t request) {
-    return sliding_window > 0 ? static_cast<int>(std::max<int64_t>(0, kv_lens[request] - sliding_window)) : 0;
+  const auto begin_of = [&](int64_t i) {
+    return sliding_window > 0 ? static_cast<int>(std::max<int64_t>(0, kv_lens[i] - sliding_window)) : 0;
   };
-  const auto find_slots = [&](int32_t request, int start, Slots& slots) {
-    slots.count = std::min(kBlock, kv_lens[request] - start);
+  // Blocks of equal size, so that each has the time to fetch the next.
+  const auto num_blocks = [&](int64_t i) { return (kv_lens[i] - begin_of(i) + kBlock - 1) / kBlock; };
+  const auto start_of = [&](int64_t i, int64_t block) {
+    return begin_of(i) + static_cast<int>((kv_lens[i] - begin_of(i)) * block / num_blocks(i));
+  };
+  const auto find_slots = [&](int64_t i, int64_t block, Slots& slots) {
+    const int start = start_of(i, block);
+    slots.count = start_of(i, block + 1) - start;
     for (int j = 0; j < slots.count; ++j) {
       const int64_t p = start + j;
-      slots.slot[j] = block_table[request * table_width + p / block_size] * block_size + p % block_size;
+      slots.slot[j] = block_table[requests[i] * table_width + p / block_size] * block_size + p % block_size;
     }
   };
   int64_t num_keys = 0;
-  for (int64_t i = 0; i < num_requests; ++i) num_keys += kv_lens[requests[i]] - begin_of(requests[i]);
+  for (int64_t i = 0; i < num_queries; ++i) num_keys += kv_lens[i] - begin_of(i);
 
 #pragma omp parallel num_threads(num_threads) if (num_tasks > 1)
   {
@@ -212,15 +217,14 @@ void decode(const T* query, int64_t query_row, int64_t query_head, const T* key_
       const int64_t owner = before * num / (num_keys * parts);
       task += owner < me;
       end += owner <= me;
-      before += kv_lens[requests[i / parts]] - begin_of(requests[i / parts]);
+      before += kv_lens[i / parts] - begin_of(i / parts);
     }
     std::vector<float> memory;
     Slots slots, next;
-    if (task < end) find_slots(requests[task / parts], begin_of(requests[task / parts]), next);
+    if (task < end) find_slots(task / parts, 0, next);
     for (; task < end; ++task) {
-      const int32_t request = requests[task / parts];
-      const int64_t row = cu_seqlens_q[request], part = task % parts;
-      const int kv_len = kv_lens[request];
+      const int64_t i = task / parts, row = rows[i], part = task % parts;
+      const int kv_len = kv_lens[i];
       const int64_t head0 = few ? part / cuts * group + part % cuts * step : 0;
       const int64_t heads = few ? std::min(step, group - part % cuts * step) : num_heads;
 
@@ -232,17 +236,18 @@ void decode(const T* query, int64_t query_row, int64_t query_head, const T* key_
       float* const sum = top + heads;
       for (int64_t h = 0; h < heads; ++h) {
         const T* q = query + row * query_row + (head0 + h) * query_head;
-        for (int64_t i = 0; i < head_dim; ++i) queries[h * key_row + i] = scaling * widen(q[i]);
+        for (int64_t d = 0; d < head_dim; ++d) queries[h * key_row + d] = scaling * widen(q[d]);
         top[h] = sinks ? sinks[head0 + h] : kMinusInf;
         sum[h] = sinks ? 1.0f : 0.0f;
       }
-      for (int start = begin_of(request); start < kv_len; start += kBlock) {
+      for (int block = 0; block < num_blocks(i); ++block) {
+        const int start = start_of(i, block);
         slots = next;
         next.count = 0;
-        if (start + kBlock < kv_len) {
-          find_slots(request, start + kBlock, next);
+        if (block + 1 < num_blocks(i)) {
+          find_slots(i, block + 1, next);
         } else if (task + 1 < end) {
-          find_slots(requests[(task + 1) / parts], begin_of(requests[(task + 1) / parts]), next);
+          find_slots((task + 1) / parts, 0, next);
         }
         for (int64_t h = 0; h < heads;) {
           const int64_t kv_head = (head0 + h) / group;
@@ -257,8 +262,8 @@ void decode(const T* query, int64_t query_row, int64_t query_head, const T* key_
       }
       T* target = out + (row * num_heads + head0) * v_head_dim;
       for (int64_t h = 0; h < heads; ++h)
-        for (int64_t i = 0; i < v_head_dim; ++i)
-          narrow(result[h * value_row + i] / sum[h], target + h * v_head_dim + i);
+        for (int64_t d = 0; d < v_head_dim; ++d)
+          narrow(result[h * value_row + d] / sum[h], target + h * v_head_dim + d);
     }
   }
 }
@@ -267,16 +272,16 @@ void decode(const T* query, int64_t query_row, int64_t query_head, const T* key_
 
 extern "C" {
 
-#define ORCA_DECODE(NAME, T)                                                                                          \
-  void NAME(const T* query, int64_t query_row, int64_t query_head, const T* key_cache, int64_t key_slot,             \
-            int64_t key_head, const T* value_cache, int64_t value_slot, int64_t value_head, const int32_t* requests, \
-            int64_t num_requests, const int32_t* cu_seqlens_q, const int32_t* kv_lens, const int32_t* block_table,   \
-            int64_t table_width, T* out, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,                  \
-            int64_t v_head_dim, int64_t block_size, int64_t sliding_window, float scaling, float softcap,            \
-            const float* sinks, const float* slopes, int64_t num_threads) {                                          \
-    decode<T>(query, query_row, query_head, key_cache, key_slot, key_head, value_cache, value_slot, value_head,      \
-              requests, num_requests, cu_seqlens_q, kv_lens, block_table, table_width, out, num_heads, num_kv_heads, \
-              head_dim, v_head_dim, block_size, sliding_window, scaling, softcap, sinks, slopes, num_threads);       \
+#define ORCA_DECODE(NAME, T)                                                                                         \
+  void NAME(const T* query, int64_t query_row, int64_t query_head, const T* key_cache, int64_t key_slot,            \
+            int64_t key_head, const T* value_cache, int64_t value_slot, int64_t value_head, const int32_t* rows,    \
+            const int32_t* requests, const int32_t* kv_lens, int64_t num_queries, const int32_t* block_table,       \
+            int64_t table_width, T* out, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,                 \
+            int64_t v_head_dim, int64_t block_size, int64_t sliding_window, float scaling, float softcap,           \
+            const float* sinks, const float* slopes, int64_t num_threads) {                                         \
+    decode<T>(query, query_row, query_head, key_cache, key_slot, key_head, value_cache, value_slot, value_head,     \
+              rows, requests, kv_lens, num_queries, block_table, table_width, out, num_heads, num_kv_heads,         \
+              head_dim, v_head_dim, block_size, sliding_window, scaling, softcap, sinks, slopes, num_threads);      \
   }
 
 ORCA_DECODE(orca_decode_f32, float)

@@ -8,6 +8,7 @@ import os
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +19,13 @@ from .build import CompileError, compile_library
 logger = logging.getLogger(__name__)
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_NORM = (_POINTER, _FLOAT, _FLOAT)
 _DECODE = [
     *(_POINTER, _INT, _INT),  # query
     *(_POINTER, _INT, _INT),  # keys
     *(_POINTER, _INT, _INT),  # values
-    *(_POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT),  # the batch
+    *(_POINTER, _POINTER, _POINTER, _INT),  # which queries
+    *(_POINTER, _INT),  # the block table
     _POINTER,  # the result
     *[_INT] * 6,
     *(_FLOAT, _FLOAT, _POINTER, _POINTER, _INT),
@@ -34,17 +37,69 @@ _SIGNATURES = {
     "orca_gated_size": ([_INT, _INT], _INT),
     "orca_pack_gated_f32": ([_POINTER, _POINTER, _INT, _INT, _POINTER], None),
     "orca_gated_f32": ([_POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _INT, _INT, _INT], None),
-    "orca_rms_norm_f32": ([_POINTER, _INT, _POINTER, _FLOAT, _FLOAT, _POINTER, _INT, _INT, _INT], None),
-    "orca_rotate_f32": (
-        [_POINTER, *[_INT] * 5, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _FLOAT, _INT],
+    "orca_rms_norm_f32": ([_POINTER, _INT, *_NORM, _POINTER, _INT, _INT, _INT], None),
+    "orca_attention_inputs_f32": (
+        [
+            *(_POINTER, _INT, *_NORM),
+            *(_POINTER, _POINTER),  # the product
+            *(_POINTER, _POINTER, _INT, _POINTER, _POINTER, _FLOAT),  # the rotary embedding
+            *(_POINTER, _POINTER),  # scratch, the result
+            *[_INT] * 7,
+        ],
         None,
     ),
-    "orca_store": ([_POINTER, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _INT, _INT, _INT], None),
+    "orca_layer_outputs_f32": (
+        [
+            *(_POINTER, _POINTER),
+            *(_POINTER, _POINTER, *_NORM, _POINTER, _POINTER, _POINTER),
+            *(_POINTER, _POINTER),  # scratch, the result
+            *[_INT] * 6,
+        ],
+        None,
+    ),
+    "orca_fingerprint": ([_POINTER, _POINTER, _POINTER, _INT, _INT, _INT], None),
+    "orca_store": ([*[_POINTER, _INT, _INT] * 4, _POINTER, *[_INT] * 4], None),
     "orca_decode_f32": (_DECODE, None),
     "orca_decode_bf16": (_DECODE, None),
 }
 
 DECODE_DTYPES = frozenset({torch.float32, torch.bfloat16})
+
+
+class RmsNorm(NamedTuple):
+    """An RMS norm over the last dimension.
+
+    Attributes:
+        weight: (size,) float32, contiguous.
+        eps: Added to the mean square.
+        offset: Added to the weight.
+    """
+
+    weight: Tensor
+    eps: float
+    offset: float = 0.0
+
+    def pointers(self) -> tuple[int, float, float]:
+        """As the kernels take it."""
+        return self.weight.data_ptr(), self.offset, self.eps
+
+
+class PackedProduct(NamedTuple):
+    """A linear with a packed weight.
+
+    Attributes:
+        packed: As `Library.pack` lays it out.
+        bias: (num_out,) float32, contiguous, or None.
+        num_in: Inputs.
+    """
+
+    packed: Tensor
+    bias: Tensor | None
+    num_in: int
+
+    def pointers(self) -> tuple[int, int | None]:
+        """As the kernels take it."""
+        return self.packed.data_ptr(), None if self.bias is None else self.bias.data_ptr()
 
 
 class Library:
@@ -65,7 +120,9 @@ class Library:
         self._pack_gated = functions.orca_pack_gated_f32
         self._gated = functions.orca_gated_f32
         self._rms_norm = functions.orca_rms_norm_f32
-        self._rotate = functions.orca_rotate_f32
+        self._attention_inputs = functions.orca_attention_inputs_f32
+        self._layer_outputs = functions.orca_layer_outputs_f32
+        self._fingerprint = functions.orca_fingerprint
         self._store = functions.orca_store
         self._packed_size = functions.orca_packed_size
         self._pack = functions.orca_pack_f32
@@ -121,81 +178,157 @@ class Library:
         )
         return out
 
-    def rms_norm(self, rows: Tensor, weight: Tensor, *, offset: float, eps: float) -> Tensor:
-        """`rows / rms(rows) * (offset + weight)`, (..., size) with a weight (size,), contiguous."""
+    def rms_norm(self, rows: Tensor, norm: RmsNorm) -> Tensor:
+        """`rows / rms(rows) * (offset + weight)`, (..., size) to the same."""
         flat = _flatten(rows)
         out = torch.empty(rows.shape)
         self._rms_norm(
             flat.data_ptr(),
             flat.stride(0),
-            weight.data_ptr(),
-            offset,
-            eps,
+            *norm.pointers(),
             out.data_ptr(),
             *flat.shape,
             torch.get_num_threads(),
         )
         return out
 
-    def rotate(
+    def attention_inputs(
         self,
         rows: Tensor,
-        num_q_heads: int,
-        num_k_heads: int,
+        norm: RmsNorm | None,
+        packed: Tensor,
+        bias: Tensor | None,
+        num_heads: tuple[int, int, int],
         cos: Tensor,
         sin: Tensor,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        *,
-        eps: float = 0.0,
-    ) -> None:
-        """Rotary embedding in place, of the query heads and then the key heads that each row begins with.
+        q_norm: RmsNorm | None = None,
+        k_norm: RmsNorm | None = None,
+    ) -> Tensor:
+        """Queries, keys and values of rows; of the first two, the rotary embedding.
 
         Args:
-            rows: (num_rows, at least (num_q_heads + num_k_heads) * head_dim), its last stride 1.
-            num_q_heads: Query heads.
-            num_k_heads: Key heads.
+            rows: (num_rows, num_in).
+            norm: Of the rows, before anything else; None for none.
+            packed: The weights of q, k and v, one after the other, as `pack` lays them out.
+            bias: (num_out,), contiguous, or None.
+            num_heads: Of q, of k, of v; together they have num_out / head_dim.
             cos: (num_rows, head_dim), its last stride 1; a head's halves turn together.
             sin: Likewise, and with the same strides.
-            q_norm: (head_dim,) or None: weight of an RMS norm over each query head, before it is turned.
-            k_norm: Likewise for key heads.
-            eps: Of the norms.
+            q_norm: Of each query head, before it is turned; its offset is 0.
+            k_norm: Likewise of key heads; its epsilon is q_norm's.
+
+        Returns:
+            (num_rows, sum(num_heads), head_dim).
         """
-        self._rotate(
-            rows.data_ptr(),
-            rows.stride(0),
-            rows.shape[0],
-            num_q_heads,
-            num_k_heads,
-            cos.shape[1],
+        flat = _flatten(rows)
+        num_rows, num_in = flat.shape
+        head_dim = cos.shape[1]
+        out = torch.empty(num_rows, sum(num_heads), head_dim)
+        normed = out if norm is None else torch.empty(num_rows, num_in)
+        self._attention_inputs(
+            flat.data_ptr(),
+            flat.stride(0),
+            *(norm.pointers() if norm is not None else (None, 0.0, 0.0)),
+            packed.data_ptr(),
+            None if bias is None else bias.data_ptr(),
             cos.data_ptr(),
             sin.data_ptr(),
             cos.stride(0),
-            None if q_norm is None else q_norm.data_ptr(),
-            None if k_norm is None else k_norm.data_ptr(),
-            eps,
+            None if q_norm is None else q_norm.weight.data_ptr(),
+            None if k_norm is None else k_norm.weight.data_ptr(),
+            0.0 if q_norm is None else q_norm.eps,
+            normed.data_ptr(),
+            out.data_ptr(),
+            num_rows,
+            num_in,
+            out.shape[1] * head_dim,
+            num_heads[0],
+            num_heads[1],
+            head_dim,
             torch.get_num_threads(),
         )
+        return out
 
-    def store(self, rows: Tensor, cache: Tensor, slots: Tensor) -> None:
-        """Copy `rows` (num_rows, num_heads, size) to their `slots` (num_rows,) int64 of a cache of the same dtype.
+    def layer_outputs(
+        self,
+        attended: Tensor,
+        rows: Tensor,
+        output: PackedProduct,
+        norm: RmsNorm,
+        gate_up: Tensor,
+        down: PackedProduct,
+        *,
+        gelu: bool,
+    ) -> Tensor:
+        """What a decoder layer makes of its attention's result: `middle + down(gated(norm(middle)))`.
 
-        The last stride of both is 1.
+        `middle` is `rows + output(attended)`.
+
+        Args:
+            attended: (num_rows, attended_size), contiguous.
+            rows: (num_rows, size), contiguous: what the layer got.
+            output: The attention's last product, (size, attended_size).
+            norm: Of `middle`.
+            gate_up: As `pack_gated` lays it out.
+            down: (size, inner_size).
+            gelu: As for `gated`.
+
+        Returns:
+            (num_rows, size).
         """
-        bytes_of = rows.element_size()
-        row, row_head, _ = rows.stride()
-        slot, slot_head, _ = cache.stride()
-        self._store(
+        num_rows, size = rows.shape
+        scratch = torch.empty(num_rows * (2 * size + down.num_in))
+        out = torch.empty(num_rows, size)
+        self._layer_outputs(
+            attended.data_ptr(),
             rows.data_ptr(),
-            row * bytes_of,
-            row_head * bytes_of,
-            cache.data_ptr(),
-            slot * bytes_of,
-            slot_head * bytes_of,
+            *output.pointers(),
+            *norm.pointers(),
+            gate_up.data_ptr(),
+            *down.pointers(),
+            scratch.data_ptr(),
+            out.data_ptr(),
+            num_rows,
+            output.num_in,
+            size,
+            down.num_in,
+            gelu,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def fingerprint(self, words: Tensor, factors: Tensor) -> Tensor:
+        """A number for each row, another one almost surely where any of its words has changed; at memory's speed.
+
+        Args:
+            words: (num_rows, size) int32, contiguous.
+            factors: (size,) int32, positive and random, contiguous.
+
+        Returns:
+            (num_rows,) int64: the sums of the words, taken as unsigned, times their factors, modulo 2^64.
+        """
+        out = torch.empty(words.shape[0], dtype=torch.int64)
+        self._fingerprint(words.data_ptr(), factors.data_ptr(), out.data_ptr(), *words.shape, torch.get_num_threads())
+        return out
+
+    def store(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+        """Copy rows of K and V to their `slots` (num_rows,) int64 of the caches.
+
+        Shapes are (num_rows or num_slots, num_heads, size), dtypes one and the same for K and its cache, and for V and
+        its; the last stride of all is 1.
+        """
+        num_rows, num_heads, key_size = key.shape
+        key_bytes, value_bytes = key.element_size(), value.element_size()
+        self._store(
+            *_bytes_apart(key, key_bytes),
+            *_bytes_apart(value, value_bytes),
+            *_bytes_apart(key_cache, key_bytes),
+            *_bytes_apart(value_cache, value_bytes),
             slots.data_ptr(),
-            rows.shape[0],
-            rows.shape[1],
-            rows.shape[2] * bytes_of,
+            num_rows,
+            num_heads,
+            key_size * key_bytes,
+            value.shape[2] * value_bytes,
         )
 
     def decode(
@@ -204,7 +337,7 @@ class Library:
         key_cache: Tensor,
         value_cache: Tensor,
         batch: RaggedBatch,
-        requests: Tensor,
+        queries: Tensor,
         out: Tensor,
         *,
         scaling: float,
@@ -213,11 +346,13 @@ class Library:
         sinks: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
     ) -> None:
-        """Attention of those `requests` (num,) int32 of the batch that have one query each.
+        """Attention of some queries of the batch, one by one.
 
-        The others' rows of `out` (total_q, num_heads, v_head_dim), contiguous, are left alone. The other arguments are
-        those of `orca_kernels.selective_attention`; `sinks` and `alibi_slopes` are in float32.
+        `queries` (3, num) int32, contiguous, has the row of each, its request, and the number of keys that it sees.
+        Other rows of `out` (total_q, num_heads, v_head_dim), contiguous, are left alone. The other arguments are those
+        of `orca_kernels.selective_attention`; `sinks` and `alibi_slopes` are in float32.
         """
+        rows, num_queries = queries.data_ptr(), queries.shape[1]
         self._decode[query.dtype](
             query.data_ptr(),
             *query.stride()[:2],
@@ -225,10 +360,10 @@ class Library:
             *key_cache.stride()[:2],
             value_cache.data_ptr(),
             *value_cache.stride()[:2],
-            requests.data_ptr(),
-            len(requests),
-            batch.cu_seqlens_q.data_ptr(),
-            batch.kv_lens.data_ptr(),
+            rows,
+            rows + 4 * num_queries,
+            rows + 8 * num_queries,
+            num_queries,
             batch.block_table.data_ptr(),
             batch.block_table.stride(0),
             out.data_ptr(),
@@ -244,6 +379,12 @@ class Library:
             None if alibi_slopes is None else alibi_slopes.data_ptr(),
             torch.get_num_threads(),
         )
+
+
+def _bytes_apart(rows: Tensor, element_size: int) -> tuple[int, int, int]:
+    """Address, and bytes from row to row and from head to head."""
+    row, head, _ = rows.stride()
+    return rows.data_ptr(), row * element_size, head * element_size
 
 
 def _flatten(rows: Tensor) -> Tensor:

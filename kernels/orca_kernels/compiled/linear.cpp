@@ -11,6 +11,7 @@
 #include <omp.h>
 
 #include "exponential.h"
+#include "linear.h"
 #include "vector.h"
 
 namespace {
@@ -127,6 +128,41 @@ void pack_rows(const float* weight, int64_t width, int64_t lanes, int64_t num_in
 
 }  // namespace
 
+void linear_share(Rows x, Weight weight, const float* add_to, float* out, int64_t num_rows) {
+  const auto [packed, bias, num_out, num_in] = weight;
+  for_panels((num_out + kPanel - 1) / kPanel, num_rows, num_in, [&](int64_t p, int64_t begin_row, int64_t end_row) {
+    const int64_t first = p * kPanel;
+    const int width = static_cast<int>(std::min<int64_t>(kPanel, num_out - first));
+    if (add_to)
+      for (int64_t r = begin_row; r < end_row; ++r)
+        std::memcpy(out + r * num_out + first, add_to + r * num_out + first, width * sizeof(float));
+    for (int64_t begin = 0; begin < num_in; begin += kDepth) {
+      const int64_t depth = std::min(kDepth, num_in - begin);
+      const bool adds = begin > 0 || add_to;
+      for_tiles(begin_row, end_row, packed + (p * num_in + begin) * kPanel, depth,
+                [&](int64_t row, int64_t rows, const float* panel, const float* ahead, int64_t step) {
+                  kMultiply[rows](x.row(row) + begin, x.stride, panel, ahead, step, out + row * num_out + first, num_out,
+                                  depth, adds, width);
+                });
+    }
+    if (bias)
+      for (int64_t r = begin_row; r < end_row; ++r)
+        for (int i = 0; i < width; ++i) out[r * num_out + first + i] += bias[first + i];
+  });
+}
+
+void gated_share(Rows x, Weight weight, bool gelu, float* out, int64_t num_rows) {
+  const int64_t num_out = weight.num_out, num_in = weight.num_in;
+  for_panels((num_out + kLanes - 1) / kLanes, num_rows, num_in, [&](int64_t p, int64_t begin_row, int64_t end_row) {
+    const int width = static_cast<int>(std::min<int64_t>(kLanes, num_out - p * kLanes));
+    for_tiles(begin_row, end_row, weight.packed + p * num_in * kPanel, num_in,
+              [&](int64_t row, int64_t rows, const float* panel, const float* ahead, int64_t step) {
+                kMultiplyGated[rows](x.row(row), x.stride, panel, ahead, step, out + row * num_out + p * kLanes, num_out,
+                                     num_in, gelu, width);
+              });
+  });
+}
+
 extern "C" {
 
 // Floats that a packed weight takes, and a packed pair of gate and up, which have the same shape.
@@ -145,23 +181,8 @@ void orca_pack_f32(const float* weight, int64_t num_out, int64_t num_in, float* 
 // x: (num_rows, num_in), rows x_row apart. bias: (num_out) or null. out: (num_rows, num_out), contiguous.
 void orca_linear_f32(const float* x, int64_t x_row, const float* packed, const float* bias, float* out,
                      int64_t num_rows, int64_t num_out, int64_t num_in, int64_t num_threads) {
-  const int64_t panels = (num_out + kPanel - 1) / kPanel;
 #pragma omp parallel num_threads(num_threads) if (num_rows * num_out * num_in > kSerial)
-  for_panels(panels, num_rows, num_in, [&](int64_t p, int64_t begin_row, int64_t end_row) {
-    const int width = static_cast<int>(std::min<int64_t>(kPanel, num_out - p * kPanel));
-    float* const target = out + p * kPanel;
-    for (int64_t begin = 0; begin < num_in; begin += kDepth) {
-      const int64_t depth = std::min(kDepth, num_in - begin);
-      for_tiles(begin_row, end_row, packed + (p * num_in + begin) * kPanel, depth,
-                [&](int64_t row, int64_t rows, const float* panel, const float* ahead, int64_t step) {
-                  kMultiply[rows](x + row * x_row + begin, x_row, panel, ahead, step, target + row * num_out, num_out,
-                                  depth, begin > 0, width);
-                });
-    }
-    if (bias)
-      for (int64_t r = begin_row; r < end_row; ++r)
-        for (int i = 0; i < width; ++i) target[r * num_out + i] += bias[p * kPanel + i];
-  });
+  linear_share({x, x_row}, {packed, bias, num_out, num_in}, nullptr, out, num_rows);
 }
 
 // gate, up: (num_out, num_in), contiguous. packed: orca_gated_size floats.
@@ -178,15 +199,7 @@ void orca_pack_gated_f32(const float* gate, const float* up, int64_t num_out, in
 // activation(x gate^T) * (x up^T), with gelu by tanh or SiLU. out: (num_rows, num_out), contiguous.
 void orca_gated_f32(const float* x, int64_t x_row, const float* packed, float* out, int64_t num_rows, int64_t num_out,
                     int64_t num_in, int64_t gelu, int64_t num_threads) {
-  const int64_t panels = (num_out + kLanes - 1) / kLanes;
 #pragma omp parallel num_threads(num_threads) if (num_rows * num_out * num_in > kSerial)
-  for_panels(panels, num_rows, num_in, [&](int64_t p, int64_t begin_row, int64_t end_row) {
-    const int width = static_cast<int>(std::min<int64_t>(kLanes, num_out - p * kLanes));
-    for_tiles(begin_row, end_row, packed + p * num_in * kPanel, num_in,
-              [&](int64_t row, int64_t rows, const float* panel, const float* ahead, int64_t step) {
-                kMultiplyGated[rows](x + row * x_row, x_row, panel, ahead, step, out + row * num_out + p * kLanes,
-                                     num_out, num_in, gelu != 0, width);
-              });
-  });
+  gated_share({x, x_row}, {packed, nullptr, num_out, num_in}, gelu != 0, out, num_rows);
 }
 }

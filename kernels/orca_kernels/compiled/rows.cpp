@@ -3,6 +3,11 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
+
+#include <omp.h>
+
+#include "rows.h"
 
 namespace {
 
@@ -21,33 +26,29 @@ inline void norm(const float* x, const float* __restrict weight, float offset, f
   for (int64_t i = 0; i < size; ++i) out[i] = x[i] * scale * (offset + weight[i]);
 }
 
-}  // namespace
-
-extern "C" {
-
-// x: (num_rows, size), rows x_row apart. weight: (size). out: (num_rows, size), contiguous: x / rms(x) * (offset + weight).
-void orca_rms_norm_f32(const float* x, int64_t x_row, const float* weight, float offset, float eps, float* out,
-                       int64_t num_rows, int64_t size, int64_t num_threads) {
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows * size > kSerial)
-  for (int64_t r = 0; r < num_rows; ++r) norm(x + r * x_row, weight, offset, eps, out + r * size, size);
+// The calling thread's rows of num_rows.
+inline std::pair<int64_t, int64_t> own(int64_t num_rows) {
+  const int64_t num = omp_get_num_threads(), me = omp_get_thread_num();
+  return {num_rows * me / num, num_rows * (me + 1) / num};
 }
 
-// Rotary embedding of query and key heads in place, whose halves turn together, after their RMS norms if there are any.
-//
-// x: (num_rows, num_q_heads + num_k_heads, head_dim), rows x_row apart.
-// cosine, sine: (num_rows, head_dim), rows angle_row apart. q_norm, k_norm: (head_dim) or null.
-void orca_rotate_f32(float* x, int64_t x_row, int64_t num_rows, int64_t num_q_heads, int64_t num_k_heads,
-                     int64_t head_dim, const float* cosine, const float* sine, int64_t angle_row, const float* q_norm,
-                     const float* k_norm, float eps, int64_t num_threads) {
-  const int64_t num_heads = num_q_heads + num_k_heads, half = head_dim / 2;
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows * num_heads * head_dim > kSerial)
-  for (int64_t r = 0; r < num_rows; ++r) {
-    const float* __restrict c = cosine + r * angle_row;
-    const float* __restrict s = sine + r * angle_row;
+}  // namespace
+
+void rms_norm_share(Rows x, RmsNorm by, float* out, int64_t num_rows, int64_t size) {
+  const auto [begin, end] = own(num_rows);
+  for (int64_t r = begin; r < end; ++r) norm(x.row(r), by.weight, by.offset, by.eps, out + r * size, size);
+}
+
+void rotate_share(float* x, int64_t x_row, int64_t num_rows, Rotation by) {
+  const int64_t num_heads = by.num_q_heads + by.num_k_heads, half = by.head_dim / 2;
+  const auto [begin, end] = own(num_rows);
+  for (int64_t r = begin; r < end; ++r) {
+    const float* __restrict c = by.cosine + r * by.angle_row;
+    const float* __restrict s = by.sine + r * by.angle_row;
     for (int64_t h = 0; h < num_heads; ++h) {
-      float* head = x + r * x_row + h * head_dim;
-      const float* weight = h < num_q_heads ? q_norm : k_norm;
-      if (weight) norm(head, weight, 0.0f, eps, head, head_dim);
+      float* head = x + r * x_row + h * by.head_dim;
+      const float* weight = h < by.num_q_heads ? by.q_norm : by.k_norm;
+      if (weight) norm(head, weight, 0.0f, by.eps, head, by.head_dim);
       float* __restrict first = head;
       float* __restrict second = head + half;
 #pragma omp simd
@@ -60,11 +61,41 @@ void orca_rotate_f32(float* x, int64_t x_row, int64_t num_rows, int64_t num_q_he
   }
 }
 
-// Copies rows of heads, each of `size` bytes, to their slots. All strides in bytes.
-void orca_store(const char* rows, int64_t row, int64_t row_head, char* cache, int64_t slot, int64_t slot_head,
-                const int64_t* slots, int64_t num_rows, int64_t num_heads, int64_t size) {
+extern "C" {
+
+// x: (num_rows, size), rows x_row apart. weight: (size). out: (num_rows, size), contiguous: x / rms(x) * (offset + weight).
+void orca_rms_norm_f32(const float* x, int64_t x_row, const float* weight, float offset, float eps, float* out,
+                       int64_t num_rows, int64_t size, int64_t num_threads) {
+#pragma omp parallel num_threads(num_threads) if (num_rows * size > kSerial)
+  rms_norm_share({x, x_row}, {weight, offset, eps}, out, num_rows, size);
+}
+
+// A number for each row: the sum of its words times random factors, in 64 bits. So the change of one word always changes
+// it, and any other all but surely; in 32 bits the flip of every sign, which each adds 2^31, would go unseen.
+//
+// words: (num_rows, size), contiguous. factors: (size), not 0. out: (num_rows).
+void orca_fingerprint(const uint32_t* words, const uint32_t* factors, uint64_t* out, int64_t num_rows, int64_t size,
+                      int64_t num_threads) {
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows * size > kSerial)
+  for (int64_t r = 0; r < num_rows; ++r) {
+    const uint32_t* const row = words + r * size;
+    uint64_t sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < size; ++i) sum += static_cast<uint64_t>(row[i]) * factors[i];
+    out[r] = sum;
+  }
+}
+
+// Copies rows of K and V to their slots. All strides and sizes in bytes; sizes are those of a head.
+void orca_store(const char* key, int64_t key_row, int64_t key_head, const char* value, int64_t value_row,
+                int64_t value_head, char* key_cache, int64_t key_slot, int64_t key_cache_head, char* value_cache,
+                int64_t value_slot, int64_t value_cache_head, const int64_t* slots, int64_t num_rows,
+                int64_t num_heads, int64_t key_size, int64_t value_size) {
   for (int64_t r = 0; r < num_rows; ++r)
-    for (int64_t h = 0; h < num_heads; ++h)
-      std::memcpy(cache + slots[r] * slot + h * slot_head, rows + r * row + h * row_head, size);
+    for (int64_t h = 0; h < num_heads; ++h) {
+      std::memcpy(key_cache + slots[r] * key_slot + h * key_cache_head, key + r * key_row + h * key_head, key_size);
+      std::memcpy(value_cache + slots[r] * value_slot + h * value_cache_head, value + r * value_row + h * value_head,
+                  value_size);
+    }
 }
 }
