@@ -18,13 +18,13 @@ from orca_hf.calls import Calls
 from orca_hf.config import OrcaConfig
 from orca_hf.errors import ForwardError, OrcaError, UnsupportedError
 from orca_hf.kv_manager import KVManager
+from orca_hf.outcome import Outcome
 from orca_hf.request import Request
 from orca_hf.runner import ModelRunner
-from orca_hf.sampling import Accepted, Generation, greedy_tokens
+from orca_hf.sampling import Accepted, Generation
 from orca_hf.scheduler import Iteration, Scheduler, Step
 from orca_hf.speculation import Speculation
 from orca_hf.trial import try_out
-from orca_hf.warping import RowProbabilities, select_rows
 from orca_hf.work import EngineStats, Work
 
 if TYPE_CHECKING:
@@ -54,10 +54,10 @@ class Engine:
         self.config = config
         try_out(runner)
         self.work = Work()
+        self._speculation = Speculation(config.num_speculative_tokens)
         self.clock: Callable[[], float] = time.monotonic
         self.scheduler = self._make_scheduler()
         self._backoff = Backoff(self.scheduler)
-        self._speculation = Speculation(config.num_speculative_tokens)
         self._changed = threading.Condition()  # guards the scheduler; notified when a driver stops, or work comes
         self._driver: int | None = None  # the driving thread
         self._is_servant = False  # whether that thread is none of the user's
@@ -387,40 +387,11 @@ class Engine:
 
     def _hand_out(self, logits: Tensor) -> None:
         """Gives each call the logits of its rows; what it makes of them is its own affair, errors included."""
-        greedy = [
-            row + i
-            for generation, steps in self._pending.items()
-            if generation.is_plain_greedy
-            for row, step in steps.items()
-            for i in range(step.num_samples)
-        ]
-        tokens = dict(zip(greedy, greedy_tokens(select_rows(logits, greedy)), strict=True)) if greedy else {}
-        probabilities = RowProbabilities(logits)
-        for generation, steps in self._pending.items():
-            if generation.is_plain_sampling:
-                generation.want_probabilities(list(steps), probabilities)
+        outcome = Outcome(logits, self._pending, self._speculation, self.work)
         while self._pending:
             generation, steps = next(iter(self._pending.items()))
-            rows = [row for row, step in steps.items() if not step.request.finished]  # some were cancelled in flight
-            requests = [steps[row].request for row in rows]
             try:
-                if generation.is_plain_greedy:
-                    chosen = [[tokens[row + i] for i in range(steps[row].num_samples)] for row in rows]
-                    right = [self._speculation.judge(steps[row], each) for row, each in zip(rows, chosen, strict=True)]
-                    accepted = generation.accept_tokens(requests, right)
-                elif generation.is_plain_sampling:
-                    drawn = generation.draw_tokens(requests, rows, probabilities)
-                    accepted = generation.accept_tokens(requests, [[token] for token in drawn])
-                elif rows:
-                    accepted = generation.accept_logits(requests, select_rows(logits, rows))
-                else:
-                    accepted = []
-                listener = generation.listener
-                if listener is not None and listener.wants_logits:
-                    for row, (_, tokens_of_row, _) in zip(rows, accepted, strict=False):
-                        for i, token in enumerate(tokens_of_row):
-                            listener.weigh(logits[row + i], token)
-                self._append(generation, accepted)
+                self._append(generation, outcome.accept(generation, steps))
             except BaseException as error:
                 # A user's processor, criterion or streamer raised: its own call ends with it, no other. In a user's
                 # thread it may also be that thread's interruption.

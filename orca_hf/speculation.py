@@ -71,8 +71,6 @@ class Speculation:
             step: The step.
             tokens: (step.num_samples,) tokens that the model chose: after the last known one, and after each guess.
         """
-        if not step.draft:
-            return tokens
         num_right = next((i for i, guess in enumerate(step.draft) if guess != tokens[i]), len(step.draft))
         drafter = self._drafters.get(step.request.request_id)
         if drafter is not None:

@@ -47,12 +47,16 @@ class WorkDone:
         num_iterations: Iterations run.
         num_prompt_tokens: Tokens of prompts computed.
         num_generated_tokens: Tokens generated.
+        num_draft_tokens: Guesses at tokens that were computed along.
+        num_accepted_tokens: Those of them that the model chose.
         recent: The last iterations, oldest first.
     """
 
     num_iterations: int
     num_prompt_tokens: int
     num_generated_tokens: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
     recent: tuple[IterationRecord, ...]
 
 
@@ -95,6 +99,8 @@ class Work:
         self._num_iterations = 0
         self._num_prompt_tokens = 0
         self._num_generated_tokens = 0
+        self._num_draft_tokens = 0
+        self._num_accepted_tokens = 0
         self._recent: deque[IterationRecord] = deque(maxlen=_KEPT)
 
     def add_iteration(self, iteration: Iteration, started: float, duration: float) -> None:
@@ -113,10 +119,21 @@ class Work:
         with self._lock:
             self._num_generated_tokens += num_tokens
 
+    def add_draft(self, num_tokens: int, num_accepted: int) -> None:
+        """Count guesses that have been judged."""
+        with self._lock:
+            self._num_draft_tokens += num_tokens
+            self._num_accepted_tokens += num_accepted
+
     @property
     def done(self) -> WorkDone:
         """All of it, up to now."""
         with self._lock:
             return WorkDone(
-                self._num_iterations, self._num_prompt_tokens, self._num_generated_tokens, tuple(self._recent)
+                self._num_iterations,
+                self._num_prompt_tokens,
+                self._num_generated_tokens,
+                self._num_draft_tokens,
+                self._num_accepted_tokens,
+                tuple(self._recent),
             )

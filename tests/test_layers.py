@@ -44,7 +44,7 @@ LAYERS = [
         "warping",
     ],
     ["runner", "trial"],
-    ["backoff", "calls", "engines", "speculation", "work"],
+    ["backoff", "calls", "engines", "outcome", "speculation", "work"],
     ["checkpoint", "concurrent_calls", "eligibility", "generate", "model_eligibility", "prepared_call"],
     ["__init__", "loading", "pipelines", "serving", "wrapping"],
     ["bench", "cli", "demo", "server"],

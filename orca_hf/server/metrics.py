@@ -25,6 +25,8 @@ _COUNTERS = {
     "num_iterations": ("orca_iterations", "Iterations run"),
     "num_prompt_tokens": ("orca_prompt_tokens", "Prompt tokens computed"),
     "num_generated_tokens": ("orca_generated_tokens", "Tokens generated"),
+    "num_draft_tokens": ("orca_draft_tokens", "Guesses at tokens that were computed along"),
+    "num_accepted_tokens": ("orca_accepted_tokens", "Guesses that the model chose"),
     "num_native": ("orca_native_fallbacks", "Calls and requests that went to native generate()"),
     "num_finished": ("orca_requests_finished", "Requests that ended well"),
     "num_cancelled": ("orca_requests_cancelled", "Requests that were cancelled"),

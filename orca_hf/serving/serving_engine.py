@@ -206,6 +206,8 @@ class ServingEngine:
                 num_iterations=work.num_iterations,
                 num_prompt_tokens=work.num_prompt_tokens,
                 num_generated_tokens=work.num_generated_tokens,
+                num_draft_tokens=work.num_draft_tokens,
+                num_accepted_tokens=work.num_accepted_tokens,
                 num_native=self._generate.num_native,
                 num_finished=self._ended["finished"],
                 num_cancelled=self._ended["cancelled"],

@@ -22,6 +22,8 @@ class ServingStats:
         num_iterations: Iterations run.
         num_prompt_tokens: Prompt tokens computed, by Orca.
         num_generated_tokens: Tokens generated, by Orca.
+        num_draft_tokens: Guesses at tokens that were computed along; see `OrcaConfig.num_speculative_tokens`.
+        num_accepted_tokens: Those of them that the model chose.
         num_native: Calls and requests that went to native generate().
         num_finished: Submitted requests that ended well.
         num_cancelled: Submitted requests that were cancelled or dropped, or whose deadline passed.
@@ -39,6 +41,8 @@ class ServingStats:
     num_iterations: int
     num_prompt_tokens: int
     num_generated_tokens: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
     num_native: int
     num_finished: int
     num_cancelled: int

@@ -1,0 +1,72 @@
+"""An iteration's logits, on their way to the calls that they are for."""
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from orca_hf.sampling import Accepted, Generation, greedy_tokens
+from orca_hf.scheduler import Step
+from orca_hf.speculation import Speculation
+from orca_hf.warping import RowProbabilities, select_rows
+from orca_hf.work import Work
+
+Steps = Mapping[int, Step]  # sampling steps by their first row of logits
+
+
+class Outcome:
+    """What an iteration brings its calls. What many of them need alike is computed once, for all their rows.
+
+    Args:
+        logits: (num_sampling, vocab_size), of the steps that sample, in order.
+        pending: The steps of each call.
+        speculation: Judges the drafts.
+        work: Where they are counted.
+    """
+
+    def __init__(
+        self, logits: Tensor, pending: Mapping[Generation, Steps], speculation: Speculation, work: Work
+    ) -> None:
+        self._logits = logits
+        self._speculation = speculation
+        self._work = work
+        self._probabilities = RowProbabilities(logits)
+        greedy: list[int] = []
+        for generation, steps in pending.items():
+            if generation.is_plain_greedy:
+                greedy += [row + i for row, step in steps.items() for i in range(step.num_samples)]
+            elif generation.is_plain_sampling:
+                generation.want_probabilities(list(steps), self._probabilities)
+        tokens = greedy_tokens(select_rows(logits, greedy)) if greedy else []
+        self._greedy_tokens = dict(zip(greedy, tokens, strict=True))
+
+    def accept(self, generation: Generation, steps: Steps) -> list[Accepted]:
+        """Have a call take what is for it.
+
+        Raises:
+            Exception: Whatever the call's own code raises.
+        """
+        rows = [row for row, step in steps.items() if not step.request.finished]  # some were cancelled in flight
+        requests = [steps[row].request for row in rows]
+        if not rows:
+            return []
+        if generation.is_plain_greedy:
+            accepted = generation.accept_tokens(requests, [self._judged(row, steps[row]) for row in rows])
+        elif generation.is_plain_sampling:
+            drawn = generation.draw_tokens(requests, rows, self._probabilities)
+            accepted = generation.accept_tokens(requests, [[token] for token in drawn])
+        else:
+            accepted = generation.accept_logits(requests, select_rows(self._logits, rows))
+        listener = generation.listener
+        if listener is not None and listener.wants_logits:
+            for row, (_, tokens, _) in zip(rows, accepted, strict=False):  # none is accepted where rows wait
+                for i, token in enumerate(tokens):
+                    listener.weigh(self._logits[row + i], token)
+        return accepted
+
+    def _judged(self, row: int, step: Step) -> Sequence[int]:
+        tokens = [self._greedy_tokens[row + i] for i in range(step.num_samples)]
+        if not step.draft:
+            return tokens
+        accepted = self._speculation.judge(step, tokens)
+        self._work.add_draft(len(step.draft), len(accepted) - 1)
+        return accepted
