@@ -5,8 +5,10 @@ The price is a second copy of the weights, and that a copy must never outlive th
 """
 
 from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from orca_hf.fused_forwards import FusedForward
 from orca_hf.fused_layer import fuse
 from orca_hf.packed_linear import PackedLinear, can_pack, is_changed
 from orca_hf.patches import StandIn
+from orca_hf.same_code import Snapshot
 from orca_kernels import compiled
 
 # Elements of a product that fit into a core's cache.
@@ -65,6 +68,8 @@ class PackedWeights:
         self.is_new = False
         self._sources: dict[Forward, tuple[_Source, ...]] = {}
         self._modules: set[nn.Module] = set()  # those that a stand-in, or a linear's, stands for
+        # Modules of one class share one, so that it is looked at once in an iteration.
+        self._snapshots: dict[tuple[type, Callable[..., Any]], Snapshot] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -81,6 +86,7 @@ class PackedWeights:
         """Drop all packed copies."""
         self._sources.clear()
         self._modules.clear()
+        self._snapshots.clear()
 
     def pack(self, modules: Iterable[nn.Module], max_bytes: Callable[[], int]) -> None:
         """Pack what can be among `modules`, and is not yet; all of it or nothing.
@@ -101,8 +107,9 @@ class PackedWeights:
         Args:
             deep: Compare the weights' contents too, not only PyTorch's own bookkeeping.
         """
+        known = {snapshot for snapshot in self._snapshots.values() if snapshot.is_current()}
         for forward, sources in list(self._sources.items()):
-            if _is_known(forward) and all(
+            if _is_known(forward, known) and all(
                 source.is_current() and not (deep and not _same(source.fingerprint, _fingerprint(source.weight)))
                 for source in sources
             ):
@@ -115,25 +122,31 @@ class PackedWeights:
     def _add(self, found: Iterable[Forward]) -> None:
         with torch.no_grad():
             for forward in found:
+                for fused in _fused(forward):
+                    name = fused.known.owner, fused.known.forward
+                    if name not in self._snapshots or not self._snapshots[name].is_current():
+                        self._snapshots[name] = fused.known
+                    fused.known = self._snapshots[name]
                 forward.pack()
                 self._sources[forward] = tuple(map(_Source.of, forward.linears))
                 self._modules.update(_modules_of(forward))
                 self.is_new = True
 
 
+def _fused(forward: Forward) -> tuple[FusedForward, ...]:
+    """The forward and those whose work it does, if it is a fused one."""
+    return (forward, *forward.parts) if isinstance(forward, FusedForward) else ()
+
+
 def _modules_of(forward: Forward) -> dict[nn.Module, None]:
     """The modules whose work a forward does, each before those inside it."""
-    parts = [part.module for part in forward.parts] if isinstance(forward, FusedForward) else []
-    return dict.fromkeys((forward.module, *parts, *forward.linears))
+    return dict.fromkeys((forward.module, *(part.module for part in _fused(forward)), *forward.linears))
 
 
-def _is_known(forward: Forward) -> bool:
+def _is_known(forward: Forward, known: AbstractSet[Snapshot]) -> bool:
     """Whether the forwards that the stand-in was made for are still what they were."""
-    if not isinstance(forward, FusedForward):
-        return True
-    return forward.known.is_current() and all(
-        part.known.is_current() and not is_changed(part.module) for part in forward.parts
-    )
+    fused = _fused(forward)
+    return all(each.known in known for each in fused) and not any(is_changed(part.module) for part in fused[1:])
 
 
 def _find_forwards(modules: Iterable[nn.Module]) -> list[Forward]:

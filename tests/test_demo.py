@@ -34,7 +34,7 @@ def test_the_demo_prints_answers_and_ratios_and_checks_tokens(folder, capsys):
 
 def test_the_demo_fails_when_tokens_differ(folder, monkeypatch, capsys):
     monkeypatch.setattr("orca_hf.sampling.greedy_tokens", None)
-    monkeypatch.setattr("orca_hf.engines.greedy_tokens", lambda logits: torch.argmin(logits, dim=-1).tolist())
+    monkeypatch.setattr("orca_hf.outcome.greedy_tokens", lambda logits: torch.argmin(logits, dim=-1).tolist())
     assert cli.main(["demo", "--model", folder, "--max-new-tokens", "3"]) == 1
     assert "0 of 8 rows in one batch" in capsys.readouterr().out
 

@@ -93,6 +93,8 @@ def test_submitted_requests_get_their_tokens_and_log_probabilities():
         assert list(handle) == tokens
         for logits, token, entry in zip(told.logits, tokens, handle.logprobs, strict=True):
             assert entry.logprob == pytest.approx(logits[0].log_softmax(-1)[token].item(), abs=1e-4)
+    stats = engine.stats()
+    assert 0 < stats.num_accepted_tokens <= stats.num_draft_tokens
 
 
 def test_deterministic_to_the_last_bit():

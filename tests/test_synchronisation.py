@@ -143,7 +143,7 @@ def counted_iterations(monkeypatch, model_type, calls):
 
     monkeypatch.setattr(Engine, "_run_one_iteration", counted)
     # On the CPU the tokens are read by numpy, which no operation shows; here, as from any device.
-    monkeypatch.setattr("orca_hf.engines.greedy_tokens", lambda logits: torch.argmax(logits.float(), dim=-1).tolist())
+    monkeypatch.setattr("orca_hf.outcome.greedy_tokens", lambda logits: torch.argmax(logits.float(), dim=-1).tolist())
     for call in calls:
         model.generate(**call)
     return counts[1:]  # the first makes what is kept
@@ -218,6 +218,6 @@ def test_a_greedy_iteration_on_a_device_waits_for_its_tokens_alone(monkeypatch):
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr("orca_hf.engines.greedy_tokens", read)
+    monkeypatch.setattr("orca_hf.outcome.greedy_tokens", read)
     monkeypatch.setattr(Engine, "_run_one_iteration", run_one)
     assert model.generate(**call, max_new_tokens=9, do_sample=False).shape == (5, 20)

@@ -1,9 +1,9 @@
 """The CPU backend: one pass over the requests, on views of the caches.
 
 Equal to the reference. Decodes, and requests with a few query rows, run in one call of the compiled kernels where
-these are loaded; everything else, and everything where they are not, is PyTorch's. Whatever does not depend on the layer
-(spans, masks, slot indices) is computed at an iteration's first layer and kept in `RaggedBatch.scratch`: this code
-runs layers x requests times per iteration.
+these are loaded; everything else, and everything where they are not, is PyTorch's. Whatever does not depend on the
+layer (spans, masks, slot indices) is computed at an iteration's first layer and kept in `RaggedBatch.scratch`: this
+code runs layers x requests times per iteration.
 """
 
 from __future__ import annotations

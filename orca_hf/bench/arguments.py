@@ -27,6 +27,10 @@ def add_bench(commands: Any) -> None:
         parser.add_argument("--seed", type=int, default=0, help="of everything random (default: 0)")
         if name not in ("scheduler", "soak"):
             _add_model(parser)
+        if name in ("engine", "trace", "replay", "shapes"):
+            _add_speculation(parser, default=0 if name in ("engine", "trace") else None)
+        else:
+            parser.set_defaults(num_speculative_tokens=None)
         _ADD[name](parser)
 
 
@@ -38,6 +42,13 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-slots", type=_positive, help="K/V memory in tokens (default: OrcaConfig's)")
     parser.add_argument(
         "--max-batch-tokens", type=int, default=512, help="most tokens in an iteration; 0 for whole prompts"
+    )
+
+
+def _add_speculation(parser: argparse.ArgumentParser, default: int | None) -> None:
+    words = "OrcaConfig's" if default is None else f"{default}, for the paper's figures"
+    parser.add_argument(
+        "--num-speculative-tokens", type=int, default=default, metavar="N", help=f"guesses (default: {words})"
     )
 
 

@@ -19,6 +19,7 @@ from orca_hf.wrapping import unwrap
 
 Generate = Callable[..., Any]
 _PAD = 0
+_WARM_UP = 24  # tokens: packing weights pays from sixteen iterations on
 
 
 class Subject:
@@ -41,6 +42,7 @@ class Subject:
         self.vocab_size: int = self.model.config.get_text_config(decoder=True).vocab_size
         self._max_slots = arguments.max_slots
         self._max_batch_tokens = arguments.max_batch_tokens or None
+        self._num_speculative_tokens = arguments.num_speculative_tokens
 
     def orca(
         self, max_batch_size: int = 32, kind: type[OrcaGenerate] = OrcaGenerate, *, whole_prompts: bool = False
@@ -51,6 +53,7 @@ class Subject:
             max_batch_size=max_batch_size,
             max_batch_tokens=None if whole_prompts or tokens is None else max(tokens, max_batch_size),
             max_slots=self._max_slots,
+            num_speculative_tokens=self._num_speculative_tokens,
         )
         return kind(self.model, config)
 
@@ -69,14 +72,14 @@ class Subject:
 
 @contextmanager
 def ready(generate: Generate, call: dict[str, Any]) -> Iterator[None]:
-    """Warms `generate` up with a short call, so that trial, K/V memory and packed weights are there; frees them after.
+    """Warms `generate` up with a call, so that trial, K/V memory and packed weights are there; frees them after.
 
     Raises:
         OrcaError: The model or call goes native, so that there is nothing to measure.
     """
     if isinstance(generate, OrcaGenerate) and (reasons := generate.explain(**call)):
         raise OrcaError(f"This runs natively, so Orca cannot be measured on it: {'; '.join(reasons)}.")
-    generate(**{**call, "max_new_tokens": 2})
+    generate(**{**call, "max_new_tokens": _WARM_UP})
     try:
         yield
     finally:

@@ -173,7 +173,7 @@ def test_replay(bench, request_file, tmp_path):
 
 
 def test_replay_fails_when_tokens_differ(bench, request_file, monkeypatch):
-    monkeypatch.setattr("orca_hf.engines.greedy_tokens", lambda logits: torch.argmin(logits, dim=-1).tolist())
+    monkeypatch.setattr("orca_hf.outcome.greedy_tokens", lambda logits: torch.argmin(logits, dim=-1).tolist())
     status, result, _ = bench("replay", "--requests", str(request_file))
     assert status == 1
     assert [point["equal_rows"] for point in result["points"]] == [0, 3, 3]

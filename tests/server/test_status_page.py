@@ -40,6 +40,8 @@ BUSY = replace(
     num_iterations=1203,
     num_prompt_tokens=3939,
     num_generated_tokens=2345,
+    num_draft_tokens=1800,
+    num_accepted_tokens=1234,
     num_native=6,
     num_finished=21,
     num_cancelled=5,
@@ -203,6 +205,7 @@ def test_it_shows_the_engine(page):
         assert shown(page, "range") == ["1,201 to 1,203, 2 requests"]
         assert shown(page, "finished", "cancelled", "failed", "native") == ["21", "5", "1", "6"]
         assert shown(page, "iterations", "prompt-tokens", "generated-tokens") == ["1,203", "3,939", "2,345"]
+        assert shown(page, "guesses") == ["1,234 of 1,800"]
         widths = page.evaluate("['used-bar', 'reserved-bar'].map((id) => document.getElementById(id).style.width)")
         assert widths == ["12.5%", "50%"]
         assert "2 requests as rows, iterations 1,201 to 1,203" in page.locator("#canvas").get_attribute("aria-label")
