@@ -188,12 +188,13 @@ def _fingerprint(weight: Tensor) -> tuple[Tensor, ...]:
 
 @cache
 def _factors(size: int) -> Tensor:
-    return torch.randint(1, 2**31 - 1, (size,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    generator = torch.Generator("cpu").manual_seed(0)
+    return torch.randint(1, 2**31 - 1, (size,), generator=generator, dtype=torch.int32, device="cpu")
 
 
 @cache
 def _direction(size: int) -> Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(0))
+    return torch.randn(size, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
 
 
 def _same(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> bool:
