@@ -63,9 +63,8 @@ class Engine:
         self._is_servant = False  # whether that thread is none of the user's
         self._calls = Calls()
         self._in_flight: Iteration | None = None
-        self._pending: dict[
-            Generation, dict[int, Step]
-        ] = {}  # sampling steps by their first logits row, not handed out yet
+        # Sampling steps by their first row of logits, not handed out yet.
+        self._pending: dict[Generation, dict[int, Step]] = {}
         self._num_iterations = 0
         self._num_tokens = 0
 
@@ -405,8 +404,8 @@ class Engine:
         with self._changed:
             if generation.options.output_cache and accepted and all(over for _, _, over in accepted):
                 generation.kv_states = self.runner.read_kv(generation.requests)
+            self.work.add_tokens(sum(len(tokens) for _, tokens, _ in accepted))
             for request, tokens, over in accepted:
-                self.work.add_tokens(len(tokens))
                 if request.finished:
                     continue  # cancelled in the meantime
                 self.scheduler.append(request, tokens)

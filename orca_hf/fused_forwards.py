@@ -85,25 +85,22 @@ class FusedForward(StandIn):
     Args:
         module: The module, whose forward is known.
         library: The kernels.
+
+    Attributes:
+        linears: The module's linears, whose products this forward computes from copies of its own.
+        parts: Forwards of modules inside, whose work this one does.
     """
 
-    __slots__ = ("is_right", "known", "library")
+    __slots__ = ("is_right", "known", "library", "linears", "parts")
 
     def __init__(self, module: nn.Module, library: Library) -> None:
         super().__init__(module)
         self.library = library
+        # Kept, since a module finds its children ten times as slowly.
+        self.linears: tuple[nn.Linear, ...] = ()
+        self.parts: tuple[FusedForward, ...] = ()
         self.known = Snapshot(type(module))
         self.is_right: bool | None = None  # not known before the first call
-
-    @property
-    def linears(self) -> tuple[nn.Linear, ...]:
-        """The module's linears, whose products this forward computes from copies of its own."""
-        return ()
-
-    @property
-    def parts(self) -> tuple["FusedForward", ...]:
-        """Forwards of modules inside, whose work this one does."""
-        return ()
 
     @abstractmethod
     def pack(self) -> None:
@@ -159,24 +156,19 @@ class FusedNorm(FusedForward):
 class FusedMLP(FusedForward):
     """`down(activation(gate(x)) * up(x))`."""
 
-    __slots__ = ("down", "gate_up", "gelu", "projections")
+    __slots__ = ("down", "gate_up", "gelu")
 
     module: Any
 
     def __init__(self, module: nn.Module, library: Library) -> None:
         super().__init__(module, library)
         self.gelu = _ACTIVATIONS.get(type(self.module.act_fn))
-        self.projections = (self.module.gate_proj, self.module.up_proj, self.module.down_proj)
+        self.linears = (self.module.gate_proj, self.module.up_proj, self.module.down_proj)
 
     def is_possible(self) -> bool:
         """Whether the kernels have this activation; and none have a bias before it."""
-        biases = (getattr(linear, "bias", None) for linear in self.projections[:2])
+        biases = (getattr(linear, "bias", None) for linear in self.linears[:2])
         return self.gelu is not None and all(bias is None for bias in biases)
-
-    @property
-    def linears(self) -> tuple[nn.Linear, ...]:
-        """All of them."""
-        return self.projections
 
     def pack(self) -> None:
         """Gate and up together, and down."""
@@ -186,7 +178,7 @@ class FusedMLP(FusedForward):
 
     def compute(self, x: Tensor) -> Tensor | None:
         """(..., size) to (..., size), in float32."""
-        down = self.projections[2]
+        down = self.linears[2]
         if not is_plain(x):
             return None
         hidden = self.library.gated(x, self.gate_up, down.in_features, gelu=bool(self.gelu))
@@ -196,7 +188,7 @@ class FusedMLP(FusedForward):
 class FusedAttention(FusedForward):
     """Q, K and V in one product, their norms and rotary embedding in the same call, the output's product."""
 
-    __slots__ = ("head_norms", "num_heads", "output", "projections", "qkv", "window")
+    __slots__ = ("head_norms", "num_heads", "output", "qkv", "window")
 
     module: Any
 
@@ -205,29 +197,18 @@ class FusedAttention(FusedForward):
     ) -> None:
         super().__init__(module, library)
         self.window = window
-        # Kept, since a module finds its children ten times as slowly.
-        self.projections = (self.module.q_proj, self.module.k_proj, self.module.v_proj, self.module.o_proj)
+        self.linears = (self.module.q_proj, self.module.k_proj, self.module.v_proj, self.module.o_proj)
         norms = (self.module.q_norm, self.module.k_norm) if has_norms else ()
-        self.head_norms = tuple(FusedNorm(norm, library, 0.0, norm.variance_epsilon) for norm in norms)
+        self.parts = self.head_norms = tuple(FusedNorm(norm, library, 0.0, norm.variance_epsilon) for norm in norms)
 
     def is_possible(self) -> bool:
         """Whether the norms of query and key heads, if it has any, are known too."""
         norms = [norm.module for norm in self.head_norms]
         return all(is_like(norm, "llama.LlamaRMSNorm") and not is_changed(norm) for norm in norms)
 
-    @property
-    def linears(self) -> tuple[nn.Linear, ...]:
-        """All of them."""
-        return self.projections
-
-    @property
-    def parts(self) -> tuple[FusedForward, ...]:
-        """The heads' norms."""
-        return self.head_norms
-
     def pack(self) -> None:
         """Q, K and V together, and the output's."""
-        self.num_heads = tuple(linear.out_features // self.module.head_dim for linear in self.projections[:3])
+        self.num_heads = tuple(linear.out_features // self.module.head_dim for linear in self.linears[:3])
         *qkv, output = (linear.weight for linear in self.linears)
         self.qkv = self.library.pack(torch.cat(qkv))
         self.output = self.library.pack(output)
@@ -246,7 +227,7 @@ class FusedAttention(FusedForward):
         )
         if attended is None:
             return None
-        output = self.projections[3]
+        output = self.linears[3]
         return self.library.linear(attended, self.output, output.bias, output.out_features), None
 
     def attend(
@@ -287,8 +268,8 @@ class FusedAttention(FusedForward):
             return None
 
         bias = None
-        if self.projections[0].bias is not None:
-            bias = torch.cat([linear.bias for linear in self.projections[:3]])
+        if self.linears[0].bias is not None:
+            bias = torch.cat([linear.bias for linear in self.linears[:3]])
         heads = self.library.attention_inputs(
             hidden_states[0], norm, self.qkv, bias, self.num_heads, cos[0], sin[0], *head_norms
         )

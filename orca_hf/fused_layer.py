@@ -51,16 +51,8 @@ class FusedLayer(FusedForward):
         self.attention = attention
         self.after = after
         self.mlp = mlp
-
-    @property
-    def linears(self) -> tuple[nn.Linear, ...]:
-        """The attention's and the MLP's."""
-        return *self.attention.linears, *self.mlp.linears
-
-    @property
-    def parts(self) -> tuple[FusedForward, ...]:
-        """All that is in the layer."""
-        return self.before, self.attention, *self.attention.parts, self.after, self.mlp
+        self.linears = (*attention.linears, *mlp.linears)
+        self.parts = (before, attention, *attention.parts, after, mlp)
 
     def pack(self) -> None:
         """What the attention and the MLP pack."""
@@ -92,7 +84,7 @@ class FusedLayer(FusedForward):
         )
         if attended is None:
             return None
-        output, down = self.attention.projections[3], self.mlp.projections[2]
+        output, down = self.attention.linears[3], self.mlp.linears[2]
         return self.library.layer_outputs(
             attended[0],
             hidden_states[0],
