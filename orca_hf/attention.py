@@ -6,9 +6,11 @@ forward of the same model on another thread meanwhile finds the name but no iter
 implementation that the user chose.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,9 @@ from orca_hf.attention_context import AttentionContext, current_context
 from orca_hf.attention_name import IMPLEMENTATION, user_implementation
 from orca_hf.errors import UnsupportedError
 from orca_kernels import selective_attention, store_kv
+
+if TYPE_CHECKING:
+    from typing_extensions import Required, Unpack  # typing has them from Python 3.11 on
 
 # Arguments that reach an attention function and do not change what it computes for one flattened, unpadded batch.
 _HARMLESS = frozenset({
@@ -120,21 +125,37 @@ def judge(
     return chunk_size
 
 
+class AttentionOptions(TypedDict, total=False):
+    """What attention is asked for besides its tensors.
+
+    Attributes:
+        scaling: Factor of the scores.
+        dropout: Must be 0.
+        sliding_window: A query sees that many tokens, itself included.
+        chunk_size: A query sees its own chunk of that many positions.
+        softcap: Bound of the scores by tanh.
+        sinks: (num_heads,): attention sinks.
+        alibi_slopes: (num_heads,): slope * (j - p) joins the score. The same tensor for all layers is fastest.
+        others: Arguments that nobody has looked at: refused, unless known to change nothing here.
+    """
+
+    scaling: Required[float]
+    dropout: float
+    sliding_window: int | None
+    chunk_size: int | None
+    softcap: float | None
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    others: Required[Mapping[str, Any]]
+
+
 def attend(
     context: AttentionContext,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
-    scaling: float,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    chunk_size: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    others: Mapping[str, Any],
+    **options: Unpack[AttentionOptions],
 ) -> Tensor:
     """The part of `attention_forward` that every attention module ends in, adapted ones too.
 
@@ -144,14 +165,7 @@ def attend(
         query: (1, num_heads, num_rows, head_dim).
         key: (1, num_kv_heads, num_rows, head_dim).
         value: (1, num_kv_heads, num_rows, v_head_dim).
-        scaling: Factor of the scores.
-        dropout: Must be 0.
-        sliding_window: A query sees that many tokens, itself included.
-        chunk_size: A query sees its own chunk of that many positions.
-        softcap: Bound of the scores by tanh.
-        sinks: (num_heads,): attention sinks.
-        alibi_slopes: (num_heads,): slope * (j - p) joins the score. The same tensor for all layers is fastest.
-        others: Arguments that nobody has looked at: refused, unless known to change nothing here.
+        **options: See `AttentionOptions`.
 
     Returns:
         (1, num_rows, num_heads, v_head_dim).
@@ -164,21 +178,7 @@ def attend(
             f"{type(module).__name__} reshapes its tokens: query {tuple(query.shape)}, key {tuple(key.shape)}"
         )
     query, key, value = (each[0, :, : context.batch.total_q].transpose(0, 1) for each in (query, key, value))
-    output = attend_rows(
-        context,
-        module,
-        query,
-        key,
-        value,
-        scaling=scaling,
-        dropout=dropout,
-        sliding_window=sliding_window,
-        chunk_size=chunk_size,
-        softcap=softcap,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-        others=others,
-    )
+    output = attend_rows(context, module, query, key, value, **options)
     if padding := context.num_rows - len(output):
         output = torch.nn.functional.pad(output, (0, 0, 0, 0, 0, padding))
     return output[None]
