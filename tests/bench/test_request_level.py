@@ -1,11 +1,11 @@
-"""Promise: under request-level scheduling nobody joins a running batch, and its answers come together."""
+"""Promise: under request-level scheduling nobody joins or leaves a running batch, and its answers come together."""
 
 import random
 
 import pytest
 import torch
 from joined import joined_calls
-from scheduler_driver import give_token, ids, land, schedule, submit
+from scheduler_driver import TOKEN, ids, land, schedule, spans, submit
 from tiny import make_model
 
 from orca_hf.bench.request_level import RequestLevelGenerate, RequestLevelScheduler
@@ -34,7 +34,35 @@ def test_whoever_comes_while_a_batch_runs_waits_for_its_end():
             land(scheduler, iteration)
         ran[kind] = batches
     assert ran[Scheduler] == [[0, 1], [1, 2], [1, 2]]
-    assert ran[RequestLevelScheduler] == [[0, 1], [1], [1], [2], [2]]
+    assert ran[RequestLevelScheduler] == [[0, 1], [0, 1], [0, 1], [2], [2]]
+
+
+def test_a_row_that_has_ended_is_computed_along_and_holds_its_slots_to_the_end_of_the_batch():
+    scheduler = make()
+    short, long = submit(scheduler, 3, 2), submit(scheduler, 4, 4)
+    ran = []
+    while not scheduler.idle:
+        iteration = schedule(scheduler)
+        ran.append(spans(iteration))
+        land(scheduler, iteration)
+        assert scheduler.kv_manager.num_reserved in (0, short.max_slots + long.max_slots)
+        assert not scheduler.faults()
+    # Its last token has no slot, as nobody reads its K/V: the one before it is computed once more.
+    assert ran == ["0:0+3! 1:0+4!", "0:3+1! 1:4+1!", "0:3+1 1:5+1!", "0:3+1 1:6+1!"]
+    assert short.generated == [TOKEN] * 2 and long.generated == [TOKEN] * 4
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_who_has_ended_goes_when_the_last_of_the_others_is_cancelled(in_flight):
+    scheduler = make()
+    short, long = submit(scheduler, 3, 1), submit(scheduler, 4, 4)
+    land(scheduler, schedule(scheduler))
+    iteration = schedule(scheduler) if in_flight else None
+    scheduler.cancel(long)
+    if iteration is not None:
+        land(scheduler, iteration)
+    assert scheduler.idle and short.finished and long.finished
+    assert scheduler.kv_manager.num_reserved == 0
 
 
 def test_a_batch_is_as_large_as_slots_and_size_allow():
@@ -84,10 +112,8 @@ def test_no_batch_ever_has_a_member_that_its_first_iteration_had_not(seed):
         else:
             members = set(ids(iteration))
             order += ids(iteration)
-        scheduler.complete(iteration)
-        for step in iteration.steps:
-            if not step.request.finished:
-                give_token(scheduler, step.request)
+        land(scheduler, iteration)
+        assert not scheduler.faults()
     assert order == sorted(order), "first come, first served"
     assert len(order) > 10
 
