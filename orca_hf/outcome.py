@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from orca_hf.request import Request
 from orca_hf.sampling import Accepted, Generation, greedy_tokens
 from orca_hf.scheduler import Step
 from orca_hf.speculation import Speculation
@@ -50,12 +51,14 @@ class Outcome:
         if not rows:
             return []
         if generation.is_plain_greedy:
-            accepted = generation.accept_tokens(requests, [self._judged(row, steps[row]) for row in rows])
-        elif generation.is_plain_sampling:
-            drawn = generation.draw_tokens(requests, rows, self._probabilities)
-            accepted = generation.accept_tokens(requests, [[token] for token in drawn])
+            chosen = [[self._greedy_tokens[row + i] for i in range(steps[row].num_samples)] for row in rows]
+            judged = [self._judged(steps[row], tokens) for row, tokens in zip(rows, chosen, strict=True)]
+            accepted = generation.accept_tokens(requests, judged)
         else:
-            accepted = generation.accept_logits(requests, select_rows(self._logits, rows))
+            accepted = self._accept(generation, requests, rows)
+            if any(steps[row].draft for row in rows):
+                row_of = dict(zip(map(id, requests), rows, strict=True))
+                accepted = [self._followed(generation, row_of[id(each.request)], steps, each) for each in accepted]
         listener = generation.listener
         if listener is not None and listener.wants_logits:
             for row, (_, tokens, _) in zip(rows, accepted, strict=False):  # none is accepted where rows wait
@@ -63,8 +66,29 @@ class Outcome:
                     listener.weigh(self._logits[row + i], token)
         return accepted
 
-    def _judged(self, row: int, step: Step) -> Sequence[int]:
-        tokens = [self._greedy_tokens[row + i] for i in range(step.num_samples)]
+    def _accept(
+        self, generation: Generation, requests: list[Request], rows: list[int], num_ahead: int = 0
+    ) -> list[Accepted]:
+        """Have a call make one token from each of some rows."""
+        if not generation.is_plain_sampling:
+            return generation.accept_logits(requests, select_rows(self._logits, rows), num_ahead)
+        drawn = generation.draw_tokens(requests, rows, self._probabilities)
+        return generation.accept_tokens(requests, [[token] for token in drawn], num_ahead)
+
+    def _followed(self, generation: Generation, row: int, steps: Steps, first: Accepted) -> Accepted:
+        """A request's token, and one after each guess while they are right: as the native loop would come to them."""
+        step = steps[row]
+        if not step.draft:
+            return first
+        request, tokens, over = first.request, list(first.tokens), first.over
+        for num_ahead, guess in enumerate(step.draft, start=1):
+            if over or tokens[-1] != guess:
+                break
+            ((_, token, over),) = self._accept(generation, [request], [row + num_ahead], num_ahead)
+            tokens += token
+        return Accepted(request, self._judged(step, tokens), over)
+
+    def _judged(self, step: Step, tokens: list[int]) -> Sequence[int]:
         if not step.draft:
             return tokens
         accepted = self._speculation.judge(step, tokens)

@@ -9,6 +9,8 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
+from orca_hf import multinomial
+
 _NUM_SEEDS = 2**62
 # States of default generators that a running call has taken as its own, so that no two calls draw the same numbers.
 _taken: list[Tensor] = []
@@ -110,7 +112,10 @@ class DefaultGenerator:
 
     def draw(self, probs: Tensor, stream: int = 0) -> Tensor:
         """(num_rows, vocab_size) probabilities to (num_rows,) tokens."""
-        return torch.multinomial(probs, num_samples=1, generator=self._streams[stream]).squeeze(1)
+        generator = self._streams[stream]
+        if generator is self._default:  # which other threads may draw from at the same time
+            return torch.multinomial(probs, num_samples=1, generator=generator).squeeze(1)
+        return multinomial.draw(probs, generator)
 
     def close(self, *, discard: bool = False) -> None:
         """Leave the default generator as native generate() would have. May be called twice.

@@ -13,7 +13,7 @@ from orca_hf.errors import UnsupportedError
 from orca_hf.random_state import DefaultGenerator
 from orca_hf.request import Request
 from orca_hf.sampling_options import SamplingOptions
-from orca_hf.warping import RowProbabilities
+from orca_hf.warping import RowProbabilities, faster, probabilities, stack_size
 
 
 class Accepted(NamedTuple):
@@ -116,6 +116,8 @@ class Generation:
         self._held: dict[int, Tensor] = {}
         self._greedy = options.is_plain_greedy and not lockstep
         self._sampling = options.is_plain_sampling and not lockstep
+        # On other devices random numbers depend on how many are drawn together.
+        self._draws_in_parts = options.is_plain_sampling and input_ids.device.type == "cpu"
         self._generator: DefaultGenerator | None = None
         if options.do_sample or (seed is not None and options.has_foreign_code):
             num_streams = 1 if lockstep else num_rows
@@ -142,6 +144,11 @@ class Generation:
         return self._sampling
 
     @property
+    def may_guess(self) -> bool:
+        """Whether a row may get several tokens from an iteration: one that need not wait for its siblings."""
+        return not self.lockstep
+
+    @property
     def done(self) -> bool:
         """Whether all rows have ended and hold their last token, or the call failed."""
         return self.error is not None or self._num_open == 0
@@ -161,13 +168,19 @@ class Generation:
         if self._generator is not None:
             self._generator.close(discard=discard)
 
-    def accept_tokens(self, requests: Sequence[Request], tokens: Sequence[Sequence[int]]) -> list[Accepted]:
-        """Takes the next tokens of some rows of a plain call, for each row one or more."""
+    def accept_tokens(
+        self, requests: Sequence[Request], tokens: Sequence[Sequence[int]], num_ahead: int = 0
+    ) -> list[Accepted]:
+        """Takes the next tokens of some rows of a plain call, for each row one or more.
+
+        `num_ahead` tokens of each row are accepted already that its request does not have yet.
+        """
         accepted = []
         for request, chosen in zip(requests, tokens, strict=True):
             last = next((i for i, token in enumerate(chosen) if token in self._eos), len(chosen) - 1)
             taken = chosen[: last + 1]
-            over = taken[-1] in self._eos or len(request.generated) + len(taken) == self.max_new_tokens
+            num_generated = len(request.generated) + num_ahead + len(taken)
+            over = taken[-1] in self._eos or num_generated == self.max_new_tokens
             accepted.append(Accepted(request, taken, over))
             if self.streamer is not None:
                 with self._callers_mode():
@@ -184,19 +197,19 @@ class Generation:
         assert self._generator is not None
         draws = []
         for request, row in zip(requests, rows, strict=True):
-            probs = probabilities.take(row, self.options.processors)
+            probs = probabilities.take(row, self.options.processors, self._input_ids.device)
             draws.append(self._generator.draw(probs, stream=self._row_of[id(request)]))
         return torch.cat(draws).tolist() if draws else []  # one wait for the device, however many rows there are
 
-    def accept_logits(self, requests: Sequence[Request], logits: Tensor) -> list[Accepted]:
-        """Takes the next logits of some rows: (len(requests), vocab_size).
+    def accept_logits(self, requests: Sequence[Request], logits: Tensor, num_ahead: int = 0) -> list[Accepted]:
+        """Takes the next logits of some rows: (len(requests), vocab_size). `num_ahead` as for `accept_tokens`.
 
         Returns:
             One entry for each row that got a token; in lockstep that is none until all rows are there, and then all.
         """
         own_random = nullcontext() if self._generator is None else self._generator.in_place()
         with self._callers_mode(), own_random:
-            return self._accept_logits([self._row_of[id(request)] for request in requests], logits)
+            return self._accept_logits([self._row_of[id(request)] for request in requests], logits, num_ahead)
 
     @contextmanager
     def _callers_mode(self) -> Iterator[None]:
@@ -204,7 +217,7 @@ class Generation:
         with torch.inference_mode(self._inference_mode), torch.no_grad():
             yield
 
-    def _accept_logits(self, rows: list[int], logits: Tensor) -> list[Accepted]:
+    def _accept_logits(self, rows: list[int], logits: Tensor, num_ahead: int) -> list[Accepted]:
         if self.lockstep:
             awaited = set(range(len(self.requests))) if self.options.needs_all_rows else self._unfinished
             if self._held or set(rows) < awaited:
@@ -219,7 +232,7 @@ class Generation:
         for length in sorted({len(self.requests[row].generated) for row in rows}):
             chosen = [i for i, row in enumerate(rows) if len(self.requests[row].generated) == length]
             part = logits if len(chosen) == len(rows) else logits[chosen]
-            accepted += self._step([rows[i] for i in chosen], length + self.prompt_len, part)
+            accepted += self._step([rows[i] for i in chosen], self.prompt_len + length + num_ahead, part)
         return accepted
 
     def _step(self, rows: list[int], length: int, logits: Tensor) -> list[Accepted]:
@@ -228,17 +241,20 @@ class Generation:
         options = self.options
         every_row = len(rows) == len(self.requests)
         ids = self._ids if every_row else self._ids[rows]
-        logits = logits.to(copy=True, dtype=torch.float32, device=ids.device)
-        processors = options.processors if every_row else _for_rows(options.processors, rows)
         shown = self._shown(ids, length)
-        scores = processors(shown, logits)  # type: ignore[arg-type]
-        if options.has_foreign_code:
-            ids[:, :length] = shown  # natively what a user's processor writes into the tokens stays there
-        if options.output_scores:
-            self.scores.append(scores)
-        if options.output_logits:
-            self.logits.append(logits)
-        tokens = self._draw(rows, scores) if options.do_sample else torch.argmax(scores, dim=-1)
+        if self._draws_in_parts and every_row:
+            tokens = self._draw_in_parts(logits)
+        else:
+            logits = logits.to(copy=True, dtype=torch.float32, device=ids.device)
+            processors = options.processors if every_row else _for_rows(options.processors, rows)
+            scores = LogitsProcessorList(map(faster, processors))(shown, logits)  # type: ignore[arg-type]
+            if options.has_foreign_code:
+                ids[:, :length] = shown  # natively what a user's processor writes into the tokens stays there
+            if options.output_scores:
+                self.scores.append(scores)
+            if options.output_logits:
+                self.logits.append(logits)
+            tokens = self._draw(rows, scores) if options.do_sample else torch.argmax(scores, dim=-1)
         going = self._going if every_row else self._going[rows]
         if options.ends_by_eos:
             tokens = tokens * going + self._pad * (1 - going)
@@ -291,6 +307,12 @@ class Generation:
             return ids[:, :length]
         dtype = self._input_ids.dtype if length == self.prompt_len else torch.long  # natively until a token is joined
         return ids[:, :length].contiguous().to(dtype)
+
+    def _draw_in_parts(self, logits: Tensor) -> Tensor:
+        """The next tokens of all rows, a few at a time, that stay in the cache; their random numbers follow on."""
+        assert self._generator is not None
+        parts = logits.split(stack_size(logits.shape[1]))
+        return torch.cat([self._generator.draw(probabilities(part, self.options.processors)) for part in parts])
 
     def _draw(self, rows: list[int], scores: Tensor) -> Tensor:
         probs = torch.nn.functional.softmax(scores, dim=-1)

@@ -8,6 +8,7 @@ the first that it did not, whose place its own choice takes. So the tokens are t
 
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 
 from orca_hf.request import Request
 from orca_hf.scheduler import Iteration, Step
@@ -53,7 +54,7 @@ class Speculation:
         steps = []
         for step in iteration.steps:
             request = step.request
-            if step.samples and request.owner.is_plain_greedy:
+            if step.samples and request.owner.may_guess:
                 drafter = self._drafters[request.request_id] = known.get(request.request_id) or _Drafter(request)
                 most = drafter.length if self._num_tokens is None else self._num_tokens
                 # The last token needs no guess after it.
@@ -70,8 +71,10 @@ class Speculation:
         Args:
             step: The step.
             tokens: (step.num_samples,) tokens that the model chose: after the last known one, and after each guess.
+                Those after a guess that is wrong, or that ends the row, may be missing.
         """
-        num_right = next((i for i, guess in enumerate(step.draft) if guess != tokens[i]), len(step.draft))
+        right = takewhile(lambda pair: pair[0] == pair[1], zip(step.draft, tokens, strict=False))
+        num_right = sum(1 for _ in right)
         drafter = self._drafters.get(step.request.request_id)
         if drafter is not None:
             drafter.learn(len(step.draft), num_right)

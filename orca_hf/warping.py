@@ -1,5 +1,7 @@
 """Probabilities of the rows of many sampled calls, computed together where they are asked for in the same way."""
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -7,6 +9,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from orca_kernels import compiled
 from orca_kernels.ragged import upload
 
 # Warpers that look at the logits of one row at a time and at nothing else. Every operation in them works on whole rows,
@@ -14,6 +17,57 @@ from orca_kernels.ragged import upload
 STACKABLE = frozenset({MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper})
 # Elements of a stack: more would leave the cache, where sorting becomes slower than row by row.
 _MAX_ELEMENTS = 2**18
+
+
+Warper = Callable[[Any, Tensor], Tensor]  # of token ids and (num_rows, vocab_size) scores
+
+
+def faster(warper: Warper) -> Warper:
+    """A warper that makes the same of scores in less time; `warper` itself where none is known."""
+    return _TopP(warper) if type(warper) is TopPLogitsWarper and _knows_top_p() else warper
+
+
+@lru_cache(maxsize=1)
+def _knows_top_p() -> bool:
+    """Whether transformers' warper does what is known of it: another release's may not."""
+    scores = torch.randn(3, 999, generator=torch.Generator().manual_seed(0)) * 4
+    warpers = [TopPLogitsWarper(0.9), TopPLogitsWarper(0.3, filter_value=-1.0, min_tokens_to_keep=5)]
+    return all(torch.equal(_TopP(warper)(None, scores), warper(None, scores)) for warper in warpers)
+
+
+class _TopP:
+    """Top-p by the compiled kernel, where there is one; rows in which a rounding decides are transformers' own."""
+
+    def __init__(self, warper: TopPLogitsWarper) -> None:
+        self._warper = warper
+
+    def __call__(self, input_ids: Any, scores: Tensor) -> Tensor:
+        kernels = compiled.loaded()
+        is_plain = type(scores) is Tensor and scores.device.type == "cpu" and scores.dtype == torch.float32
+        if kernels is None or not is_plain or not scores.is_contiguous():
+            return self._warper(input_ids, scores)
+        kept, is_done = kernels.top_p(
+            scores,
+            self._warper.top_p,
+            min_tokens_to_keep=self._warper.min_tokens_to_keep,
+            filter_value=self._warper.filter_value,
+        )
+        if not is_done.all():
+            kept[~is_done] = self._warper(input_ids, scores[~is_done])
+        return kept
+
+
+def probabilities(logits: Tensor, warpers: LogitsProcessorList) -> Tensor:
+    """(num_rows, vocab_size) in fp32, of logits of the same shape through `warpers`, all of `STACKABLE`."""
+    scores = logits.to(dtype=torch.float32)
+    for warper in warpers:
+        scores = faster(warper)(None, scores)
+    return torch.nn.functional.softmax(scores, dim=-1)
+
+
+def stack_size(vocab_size: int) -> int:
+    """Rows that are best warped together."""
+    return max(1, _MAX_ELEMENTS // vocab_size)
 
 
 class RowProbabilities:
@@ -26,7 +80,7 @@ class RowProbabilities:
     def __init__(self, logits: Tensor) -> None:
         self._logits = logits
         self._stacks: dict[Any, list[int]] = {}
-        self._stack_of: dict[int, tuple[torch.device, list[int]]] = {}
+        self._stack_of: dict[int, list[int]] = {}
         self._made: dict[int, Tensor] = {}
 
     def want(self, rows: list[int], warpers: LogitsProcessorList, device: torch.device) -> None:
@@ -35,19 +89,16 @@ class RowProbabilities:
         for row in rows:
             stack = self._stacks.setdefault(alike, [])
             stack.append(row)
-            self._stack_of[row] = device, stack
-            if (len(stack) + 1) * self._logits.shape[1] > _MAX_ELEMENTS:
+            self._stack_of[row] = stack
+            if len(stack) == stack_size(self._logits.shape[1]):
                 del self._stacks[alike]
 
-    def take(self, row: int, warpers: LogitsProcessorList) -> Tensor:
-        """(1, vocab_size) probabilities of a row that was announced with the same warpers."""
+    def take(self, row: int, warpers: LogitsProcessorList, device: torch.device) -> Tensor:
+        """(1, vocab_size) probabilities of a row: alone, or with those that were announced with the same warpers."""
         if row not in self._made:
-            device, rows = self._stack_of[row]
-            scores = select_rows(self._logits, rows).to(device=device, dtype=torch.float32)
+            rows = self._stack_of.get(row, [row])
             with torch.inference_mode(False), torch.no_grad():
-                for warper in warpers:
-                    scores = warper(None, scores)
-                probs = torch.nn.functional.softmax(scores, dim=-1)
+                probs = probabilities(select_rows(self._logits, rows).to(device), warpers)
             self._made.update(zip(rows, probs.split(1), strict=True))
         return self._made.pop(row)
 

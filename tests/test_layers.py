@@ -30,6 +30,7 @@ LAYERS = [
         "decode_graphs",
         "known_forwards",
         "kv_pool",
+        "multinomial",
         "openmp",
         "packed_linear",
         "packed_weights",

@@ -23,8 +23,9 @@ OPTIONS = {
     "greedy": {"max_new_tokens": 40},
     "one token": {"max_new_tokens": 1},
     "ends": {"max_new_tokens": 40, "eos_token_id": list(range(3, 20))},
-    "a sampled call guesses nothing": {"max_new_tokens": 12, "do_sample": True},
-    "nor does one with a processor": {"max_new_tokens": 12, "no_repeat_ngram_size": 2},
+    "rows of a sampled call, in step, guess nothing": {"max_new_tokens": 12, "do_sample": True},
+    "with a processor": {"max_new_tokens": 40, "repetition_penalty": 1.01},
+    "with one that hates what repeats": {"max_new_tokens": 12, "no_repeat_ngram_size": 2},
 }
 
 
@@ -60,6 +61,23 @@ def test_text_that_repeats_takes_fewer_iterations():
     request = Request(CIRCLES[0], 60, owner=Owner())
     iterations = run([request], make_scheduler(num_slots=80), Speculation(3), lambda tokens: tokens[-3])
     assert len(iterations) == 15
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.1, "top_p": 0.9}, {"temperature": 0.1, "eos_token_id": [7]}])
+def test_a_sampled_row_draws_what_it_would_and_no_number_more(options, num_tokens):
+    native, ours = make_twins(OrcaConfig(num_speculative_tokens=num_tokens))
+    for seed in range(8):
+        call = made([CIRCLES[seed % 4]], max_new_tokens=30, **{**options, "do_sample": True})
+        results = []
+        for model in (native, ours):
+            torch.manual_seed(seed)
+            results.append((model.generate(**call), torch.get_rng_state()))
+        assert_same(results[0][0], results[1][0])
+        assert torch.equal(results[0][1], results[1][1])
+    (engine,) = ours.generate.engines
+    if "temperature" in options:
+        assert engine.work.done.num_accepted_tokens > 0
 
 
 def test_a_streamer_gets_the_tokens_one_by_one():
@@ -112,7 +130,7 @@ def test_deterministic_to_the_last_bit():
 
 
 class Owner:
-    is_plain_greedy = True
+    may_guess = True
 
 
 Model = Callable[[list[int]], int]  # from all tokens to the next

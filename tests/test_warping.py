@@ -10,7 +10,8 @@ from transformers.generation import MinPLogitsWarper, TemperatureLogitsWarper, T
 
 import orca_hf
 from orca_hf.random_state import seeded
-from orca_hf.warping import RowProbabilities
+from orca_hf.warping import RowProbabilities, faster
+from orca_kernels import compiled
 
 CPU = torch.device("cpu")
 
@@ -40,7 +41,80 @@ def test_rows_warped_together_are_the_same_to_the_last_bit(
     for row, kind in enumerate(kinds):
         together.want([row], warpers(kind), CPU)
     for row, kind in reversed(list(enumerate(kinds))):
-        assert torch.equal(together.take(row, warpers(kind)), alone(logits[row], warpers(kind)))
+        assert torch.equal(together.take(row, warpers(kind), CPU), alone(logits[row], warpers(kind)))
+
+
+@pytest.fixture(scope="module")
+def kernels() -> compiled.Library:
+    found = compiled.library()  # the first packed weights of a process do that
+    if found is None:
+        pytest.skip("the kernels cannot be compiled on this machine")
+    return found
+
+
+def as_a_model_makes_them(num_rows: int = 3) -> torch.Tensor:
+    """Scores of which few have most of the probability."""
+    scores = torch.randn(num_rows, 5000) * 2
+    scores[:, torch.randperm(5000)[:60]] += torch.linspace(2, 12, 60)
+    return scores
+
+
+def with_one(value: float) -> torch.Tensor:
+    scores = torch.randn(3, 70)
+    scores[1, 7] = value
+    return scores
+
+
+SCORES = {
+    "as a model makes them": as_a_model_makes_them,
+    "random": lambda: torch.randn(3, 5000) * 4,
+    "rounded": lambda: (torch.randn(3, 5000) * 4).bfloat16().float(),
+    "all alike": lambda: torch.ones(3, 70),
+    "after top-k": lambda: TopKLogitsWarper(20)(None, torch.randn(3, 5000)),
+    "zeros of both signs": lambda: torch.cat([torch.zeros(3, 20), -torch.zeros(3, 20), torch.randn(3, 20)], dim=1),
+    "a NaN": lambda: with_one(float("nan")),
+    "infinite": lambda: with_one(float("inf")),
+    "nothing": lambda: torch.full((2, 70), -float("inf")),
+    "one token": lambda: torch.randn(4, 1),
+}
+
+
+@pytest.mark.parametrize("top_p", [0.0, 0.01, 0.5, 0.9, 0.9999, 1.0])
+@pytest.mark.parametrize("kind", SCORES)
+def test_top_p_is_transformers_own_to_the_last_bit(kernels: compiled.Library, kind: str, top_p: float) -> None:
+    torch.manual_seed(0)
+    scores = SCORES[kind]()
+    before = scores.clone()
+    for settings in ({}, {"min_tokens_to_keep": 7}, {"min_tokens_to_keep": 10**6}, {"filter_value": -3.0}):
+        warper = TopPLogitsWarper(top_p, **settings)
+        assert faster(warper) is not warper, "this release's warper is not the one that is known"
+        torch.testing.assert_close(faster(warper)(None, scores), warper(None, scores), rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(scores.nan_to_num(), before.nan_to_num())
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.97])
+def test_the_kernel_leaves_few_rows_to_transformers(kernels: compiled.Library, top_p: float) -> None:
+    torch.manual_seed(0)
+    scores = as_a_model_makes_them(500)
+    kept, is_done = kernels.top_p(scores, top_p, min_tokens_to_keep=1, filter_value=-float("inf"))
+    assert is_done.sum() > 450
+    assert torch.equal(kept[is_done], TopPLogitsWarper(top_p)(None, scores)[is_done])
+
+
+def test_a_warper_of_the_users_is_left_alone() -> None:
+    class Mine(TopPLogitsWarper):
+        pass
+
+    mine = Mine(0.9)
+    assert faster(mine) is mine
+
+
+def test_a_row_that_nobody_announced_is_made_alone() -> None:
+    logits = torch.randn(3, 97, generator=torch.Generator().manual_seed(0))
+    together = RowProbabilities(logits)
+    together.want([0], warpers(), CPU)
+    for row in (0, 2, 1):
+        assert torch.equal(together.take(row, warpers(), CPU), alone(logits[row], warpers()))
 
 
 def test_a_warper_that_is_changed_between_steps_is_no_longer_alike() -> None:
@@ -50,8 +124,8 @@ def test_a_warper_that_is_changed_between_steps_is_no_longer_alike() -> None:
     together = RowProbabilities(logits)
     together.want([0], mine, CPU)
     together.want([1], theirs, CPU)
-    assert int((together.take(0, mine) > 0).sum()) <= 3
-    assert torch.equal(together.take(1, theirs), alone(logits[1], theirs))
+    assert int((together.take(0, mine, CPU) > 0).sum()) <= 3
+    assert torch.equal(together.take(1, theirs, CPU), alone(logits[1], theirs))
 
 
 def test_sampled_calls_of_many_threads_draw_what_each_draws_alone() -> None:

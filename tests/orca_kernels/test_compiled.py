@@ -191,6 +191,72 @@ def test_store_puts_rows_into_their_slots_and_nothing_else(library: Library, dty
     assert all(torch.equal(cache, wanted) for cache, wanted in zip(caches, expected, strict=True))
 
 
+def generator_with(*words: int) -> torch.Generator:
+    """One whose next numbers are made of these words, before they are tempered; 0 stays 0."""
+    generator = torch.Generator().manual_seed(3)
+    torch.rand(1, generator=generator)
+    state = generator.get_state()
+    state.view(torch.int64)[3 + 1 : 3 + 1 + len(words)] = torch.tensor(words)
+    return generator.set_state(state)
+
+
+def moved_on(seed: int, num_words: int) -> torch.Generator:
+    generator = torch.Generator().manual_seed(seed)
+    torch.rand(num_words, generator=generator)  # a word each
+    return generator
+
+
+DISTRIBUTIONS = {
+    "flat": lambda rows, size: torch.ones(rows, size) / size,
+    "random": lambda rows, size: torch.randn(rows, size).softmax(-1),
+    "peaked": lambda rows, size: (torch.randn(rows, size) * 12).softmax(-1),
+    "few": lambda rows, size: torch.rand(rows, size) * (torch.arange(size) % 50 == size % 50 // 2),
+    "the last": lambda rows, size: torch.eye(size)[-1:].repeat(rows, 1),
+    "not normalised": lambda rows, size: torch.rand(rows, size) * 1e30,
+    "tiny": lambda rows, size: torch.rand(rows, size) * 1e-40 + 1e-44,
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 31, 312, 313, 5000])
+@pytest.mark.parametrize("kind", DISTRIBUTIONS)
+def test_draw_is_multinomial_to_the_last_random_number(library: Library, kind: str, size: int) -> None:
+    torch.manual_seed(0)
+    for moved in (0, 1, 2, 313, 622, 623, 624, 625):
+        ours, theirs = moved_on(moved, moved), moved_on(moved, moved)
+        for rows in (1, 3, 40):
+            probs = DISTRIBUTIONS[kind](rows, size)
+            expected = torch.multinomial(probs, 1, generator=theirs)[:, 0]
+            assert torch.equal(library.draw(probs, ours), expected)
+            assert torch.equal(ours.get_state(), theirs.get_state())
+
+
+@pytest.mark.parametrize("words", [(0, 0), (0, 5), (9, 9, 0, 0), (9, 9, 0, 0, 0, 0, 0), (0, 0, 1, 1, 0, 1)], ids=str)
+@pytest.mark.parametrize("probs", [[0.0, 0.5, 0.0, 0.5], [0.5, 0.0, 0.5, 0.0], [0.1, 0.2, 0.3, 0.4]], ids=str)
+def test_draw_where_the_random_number_is_nothing(library: Library, probs: list[float], words: tuple[int, ...]) -> None:
+    """Nothing divided by it is infinite or no number, and PyTorch takes that for the largest."""
+    ours, theirs = generator_with(*words), generator_with(*words)
+    row = torch.tensor([probs])
+    assert torch.equal(library.draw(row, ours), torch.multinomial(row, 1, generator=theirs)[:, 0])
+
+
+@pytest.mark.parametrize("place", [0, 50, 399])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e-9, -1.0, None])
+def test_draw_of_what_is_no_distribution_leaves_the_generator(
+    library: Library, value: float | None, place: int
+) -> None:
+    probs = torch.rand(3, 400)
+    if value is None:
+        probs[1] = 0.0
+    else:
+        probs[1, place] = value
+    generator = moved_on(5, 3)
+    before = generator.get_state()
+    with pytest.raises(RuntimeError):
+        torch.multinomial(probs, 1)
+    assert library.draw(probs, generator) is None
+    assert torch.equal(generator.get_state(), before)
+
+
 CHANGES = {
     "a bit": lambda rows: rows[13, -1].view(torch.int32).bitwise_xor_(1),
     "a sign": lambda rows: rows[13, 0].neg_(),

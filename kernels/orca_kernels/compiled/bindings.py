@@ -59,9 +59,13 @@ _SIGNATURES = {
     ),
     "orca_fingerprint": ([_POINTER, _POINTER, _POINTER, _INT, _INT, _INT], None),
     "orca_store": ([*[_POINTER, _INT, _INT] * 4, _POINTER, *[_INT] * 4], None),
+    "orca_draw_f32": ([_POINTER, _POINTER, _POINTER, _INT, _INT], _INT),
+    "orca_top_p_f32": ([_POINTER, _POINTER, _POINTER, _INT, _INT, _FLOAT, _INT, _FLOAT, _INT], None),
     "orca_decode_f32": (_DECODE, None),
     "orca_decode_bf16": (_DECODE, None),
 }
+
+_GENERATOR_BYTES = 5056  # of a CPU generator's state, as draw.cpp reads it
 
 DECODE_DTYPES = frozenset({torch.float32, torch.bfloat16})
 
@@ -124,6 +128,8 @@ class Library:
         self._layer_outputs = functions.orca_layer_outputs_f32
         self._fingerprint = functions.orca_fingerprint
         self._store = functions.orca_store
+        self._draw = functions.orca_draw_f32
+        self._top_p = functions.orca_top_p_f32
         self._packed_size = functions.orca_packed_size
         self._pack = functions.orca_pack_f32
         self._linear = functions.orca_linear_f32
@@ -330,6 +336,53 @@ class Library:
             key_size * key_bytes,
             value.shape[2] * value_bytes,
         )
+
+    def draw(self, probs: Tensor, generator: torch.Generator) -> Tensor | None:
+        """What `torch.multinomial(probs, 1)` draws, number by number, in a tenth of the time.
+
+        Args:
+            probs: (num_rows, size) float32, contiguous.
+            generator: A CPU generator, which moves on as it would; no other thread may use it meanwhile.
+
+        Returns:
+            (num_rows,) int64; None, and the generator stays, where that would raise an error.
+        """
+        state = generator.get_state()
+        tokens = torch.empty(probs.shape[0], dtype=torch.int64)
+        if state.numel() != _GENERATOR_BYTES:
+            return None
+        if not self._draw(probs.data_ptr(), state.data_ptr(), tokens.data_ptr(), *probs.shape):
+            return None
+        generator.set_state(state)
+        return tokens
+
+    def top_p(
+        self, scores: Tensor, top_p: float, *, min_tokens_to_keep: int, filter_value: float
+    ) -> tuple[Tensor, Tensor]:
+        """What transformers' `TopPLogitsWarper` makes of scores, of most rows, in a twentieth of the time.
+
+        Args:
+            scores: (num_rows, size) float32, contiguous.
+            top_p: Share of those that stay.
+            min_tokens_to_keep: Stay whatever their share is.
+            filter_value: In the place of those that go.
+
+        Returns:
+            (num_rows, size) and, of (num_rows,) bool, which rows it has: not those in which a rounding would decide.
+        """
+        out = torch.empty(scores.shape)
+        is_done = torch.empty(len(scores), dtype=torch.bool)
+        self._top_p(
+            scores.data_ptr(),
+            out.data_ptr(),
+            is_done.data_ptr(),
+            *scores.shape,
+            1 - top_p,
+            min_tokens_to_keep,
+            filter_value,
+            torch.get_num_threads(),
+        )
+        return out, is_done
 
     def decode(
         self,
