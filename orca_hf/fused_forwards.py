@@ -93,6 +93,8 @@ class FusedForward(StandIn):
 
     __slots__ = ("is_right", "known", "library", "linears", "parts")
 
+    is_batch_invariant = True  # the kernels' rows do not depend on how many there are
+
     def __init__(self, module: nn.Module, library: Library) -> None:
         super().__init__(module)
         self.library = library
@@ -261,7 +263,7 @@ class FusedAttention(FusedForward):
         num_rows, head_dim = hidden_states.shape[1], module.head_dim
         if not (is_plain(cos) and is_plain(sin) and cos.shape == sin.shape == (1, num_rows, head_dim)):
             return None
-        if cos.stride() != sin.stride() or cos.stride(2) != 1 or num_rows != context.batch.total_q:
+        if cos.stride() != sin.stride() or cos.stride(2) != 1 or num_rows != context.num_rows:
             return None
         head_norms = [norm.norm() for norm in self.head_norms]
         if None in head_norms:
@@ -277,7 +279,7 @@ class FusedAttention(FusedForward):
         attended = attend_rows(
             context,
             module,
-            *heads.split(self.num_heads, dim=1),
+            *heads[: context.batch.total_q].split(self.num_heads, dim=1),
             scaling=module.scaling,
             dropout=module.attention_dropout if module.training else 0.0,
             sliding_window=window,
@@ -286,7 +288,9 @@ class FusedAttention(FusedForward):
         )
         if is_trial:
             context.calls[module] -= 1  # the module's own forward counts
-        return attended.view(1, num_rows, -1)
+        attended = attended.view(1, context.batch.total_q, -1)
+        padding = num_rows - context.batch.total_q
+        return nn.functional.pad(attended, (0, 0, 0, padding)) if padding else attended
 
 
 def is_plain(tensor: Any) -> TypeGuard[Tensor]:

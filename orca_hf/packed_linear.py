@@ -55,6 +55,11 @@ class PackedLinear(StandIn):
         """The linears whose weights it has copies of."""
         return (self.module,)
 
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether a row's result does not depend on how many rows there are: the compiled kernels' does not."""
+        return self.module.weight.dtype is torch.float32 and compiled.library() is not None
+
     def pack(self) -> None:
         """Make the copy of the weight; asked for before the first call, under no_grad."""
         self.dtype = self.module.weight.dtype

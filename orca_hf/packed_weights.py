@@ -60,12 +60,16 @@ class PackedWeights:
     iteration. Writes through `.data` move none of them; so `refresh(deep=True)`, called whenever the engine starts to
     work, also compares a fingerprint over every bit of every weight, at memory speed.
 
+    Args:
+        batch_invariant: Have only forwards of which a row's result does not depend on how many rows there are.
+
     Attributes:
         is_new: Copies have been made since this was set to False: some forwards have never run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, batch_invariant: bool = False) -> None:
         self.is_new = False
+        self._batch_invariant = batch_invariant
         self._sources: dict[Forward, tuple[_Source, ...]] = {}
         self._modules: set[nn.Module] = set()  # those that a stand-in, or a linear's, stands for
         # Modules of one class share one, so that it is looked at once in an iteration.
@@ -95,7 +99,7 @@ class PackedWeights:
             modules: The model's modules.
             max_bytes: Says how much memory the new copies may take; asked only if there are any.
         """
-        found = _find_forwards(module for module in modules if module not in self._modules)
+        found = self._find(module for module in modules if module not in self._modules)
         weights = [linear.weight for forward in found for linear in forward.linears]
         needed = sum(weight.numel() * weight.element_size() for weight in weights)
         if needed and needed <= max_bytes():
@@ -117,7 +121,11 @@ class PackedWeights:
             del self._sources[forward]
             modules = _modules_of(forward)
             self._modules.difference_update(modules)
-            self._add(_find_forwards(modules))
+            self._add(self._find(modules))
+
+    def _find(self, modules: Iterable[nn.Module]) -> list[Forward]:
+        found = _find_forwards(modules)
+        return [forward for forward in found if forward.is_batch_invariant] if self._batch_invariant else found
 
     def _add(self, found: Iterable[Forward]) -> None:
         with torch.no_grad():

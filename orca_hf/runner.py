@@ -1,6 +1,7 @@
 """The model runner: an Iteration in, the logits of its sampling rows out."""
 
 import inspect
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -70,7 +71,7 @@ class ModelRunner:
         self.config = config
         self.autocast = autocast
         self.pool = KVPool(0)
-        self.packed = PackedWeights()
+        self.packed = PackedWeights(batch_invariant=config.deterministic)
         self.graphs: DecodeGraphs | None = None
         self.has_native_cache = False
         self.calls: dict[nn.Module, int] | None = None
@@ -84,6 +85,7 @@ class ModelRunner:
         self.accepts = frozenset(inspect.signature(type(model).forward).parameters)
         self._iterations = 0
         self._verified = False
+        self._packs: bool | None = None  # whether it always runs packed, once that is decided
         self._starting = False  # the next iteration is the first since `start`
         self._busy_s = 0.0  # time in forwards since a thread began to drive
 
@@ -274,14 +276,17 @@ class ModelRunner:
 
     def _packed_forwards(self, num_rows: int, remaining: int) -> list[StandIn]:
         """The linears to run packed: all that can be, or none where that would not pay."""
-        # Whether packing pays depends on who is there, and packed products add in another order.
-        if not self.config.pack_weights or self.autocast is not None or self.config.deterministic:
+        if not self.config.pack_weights or self.autocast is not None:
             return []
         if self._verified:
             self.packed.refresh(deep=False)
-        elif self._is_worth_verifying(num_rows, remaining):
+        # Packed products add in another order: what must always be the same is packed from the start, or never.
+        elif self.config.deterministic or self._is_worth_verifying(num_rows, remaining):
             self.packed.refresh(deep=True)
-            self.packed.pack(self.model.modules(), max_bytes=self._packing_limit)
+            if self._packs is not False:
+                self.packed.pack(self.model.modules(), max_bytes=self._packing_limit)
+            if self.config.deterministic:
+                self._packs = bool(self.packed.forwards)
             self._verified = True
         else:
             return []
@@ -297,6 +302,8 @@ class ModelRunner:
         return not starting and remaining >= (_VERIFY_FOR if self.packed.forwards else _PACK_FOR - self._iterations)
 
     def _packing_limit(self) -> int:
+        if self._packs:
+            return sys.maxsize
         return int(free_memory(torch.device("cpu")) * self.config.memory_fraction)
 
     @property

@@ -25,9 +25,12 @@ def try_out(runner: ModelRunner) -> None:
     """
     _check_signature(runner)
     requests = _make_requests(runner)
-    context = runner.forward(Iteration(tuple(Step(r, 0, len(r.prompt) - 1, samples=False) for r in requests)), [])[1]
+    prefill = Iteration(tuple(Step(r, 0, len(r.prompt) - 1, samples=False) for r in requests))
+    context = runner.forward(prefill, [])[1]
     context.check_windows(runner.model.config.get_text_config(decoder=True))
     runner.calls = context.calls
+    if runner.config.deterministic:
+        runner.run(prefill)  # again, for K/V made as all that follow
     ours = runner.run(Iteration(tuple(Step(r, len(r.prompt) - 1, 1, samples=True) for r in requests)))
     for request, logits in zip(requests, ours, strict=True):
         with torch.inference_mode(False), torch.no_grad(), runner.autocast_mode(runner.input_device.type):

@@ -9,6 +9,7 @@ from tiny import make_model, pad_left
 import orca_hf
 from orca_hf import OrcaConfig
 from orca_hf.batch_invariance import ROWS, BatchInvariantProducts
+from orca_kernels import compiled
 
 # From one token to several pieces of rows.
 LENGTHS = (1, 3, 7, ROWS, ROWS + 1, 2 * ROWS + 1, 50, 2)
@@ -32,13 +33,14 @@ def run(model, prompts, **options):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("pack_weights", [True, False], ids=["packed", "plain"])
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma2", "qwen3_moe", "mistral"])
-def test_logits_do_not_depend_on_neighbours_or_settings(model_type, dtype):
+def test_logits_do_not_depend_on_neighbours_or_settings(model_type, pack_weights, dtype):
     model = make_model(model_type).to(dtype)
     prompts = make_prompts(0)
     expected = None
     for config in CONFIGS:
-        orca_hf.wrap(model, OrcaConfig(deterministic=True, max_slots=1024, **config))
+        orca_hf.wrap(model, OrcaConfig(deterministic=True, pack_weights=pack_weights, max_slots=1024, **config))
         assert orca_hf.explain(model).runs_by == "orca"
         found = run(model, prompts)[1]
         expected = found if expected is None else expected
@@ -49,11 +51,32 @@ def test_logits_do_not_depend_on_neighbours_or_settings(model_type, dtype):
     assert torch.equal(run(model, [*others[:4], prompts[2], *others[4:]])[1][4], expected[2]), "among others"
 
 
-def test_weights_are_not_packed_only_when_it_pays():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_are_packed_from_the_first_iteration_or_never(dtype):
     """A packed product adds in another order, so whether one is used must not depend on how much work there is."""
+    model = orca_hf.wrap(make_model().to(dtype), OrcaConfig(deterministic=True))
+    run(model, [[5]], max_new_tokens=1)
+    (engine,) = model.generate.engines
+    can_pack = dtype is torch.float32 and compiled.library() is not None
+    assert (engine.stats.packed_bytes > 0) == can_pack
+    packed = engine.stats.packed_bytes
+    first = run(model, make_prompts(0))[1]
+    assert engine.stats.packed_bytes == packed
+    orca_hf.release(model)
+    assert torch.equal(run(model, make_prompts(0))[1], first)
+
+
+def test_weights_that_change_are_packed_anew():
     model = orca_hf.wrap(make_model(), OrcaConfig(deterministic=True))
-    run(model, make_prompts(0), max_new_tokens=40)
-    assert model.generate.engines[0].stats.packed_bytes == 0
+    prompts = make_prompts(0)
+    before = run(model, prompts)[1]
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.data.mul_(2)
+    changed = run(model, prompts)[1]
+    assert not torch.equal(changed, before)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.data.div_(2)
+    assert torch.equal(run(model, prompts)[1], before)
 
 
 def test_sampled_tokens_do_not_depend_on_settings():

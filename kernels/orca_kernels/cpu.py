@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .compiled import DECODE_DTYPES, loaded
+from .compiled import DECODE_DTYPES, library, loaded
 from .ragged import RaggedBatch
 from .reference import request_slots
 
@@ -70,12 +70,12 @@ class _Plan:
 
 def store_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, batch: RaggedBatch) -> None:
     """Writes the new tokens' K and V to their slots; shapes as in `orca_kernels.store_kv`."""
-    library = None if batch.bounded else loaded()  # what records a bounded batch's work sees PyTorch's operations alone
-    if library is not None and all(
+    kernels = None if batch.bounded else loaded()  # what records a bounded batch's work sees PyTorch's operations alone
+    if kernels is not None and all(
         rows.stride(2) == cache.stride(2) == 1 and rows.dtype is cache.dtype
         for rows, cache in ((key, key_cache), (value, value_cache))
     ):
-        library.store(key, value, key_cache, value_cache, batch.slot_mapping)
+        kernels.store(key, value, key_cache, value_cache, batch.slot_mapping)
         return
     if batch.num_requests == 1 and batch.first_slots[0] is not None:
         end = batch.first_slots[0] + batch.kv_lens_host[0]
@@ -103,9 +103,9 @@ def selective_attention(
     # SDPA has neither sinks nor a softcap, and would copy K/V where the value's width is its own.
     explicit = softcap is not None or sinks is not None or key_cache.shape[2] != value_cache.shape[2]
     compiled = None
-    # Whether the kernels are loaded by now must make no difference where not a bit may differ.
-    if query.dtype in DECODE_DTYPES and min(batch.query_lens_host) <= _FEW and not batch.batch_invariant:
-        compiled = loaded()
+    if query.dtype in DECODE_DTYPES and min(batch.query_lens_host) <= _FEW:
+        # Whether the kernels are loaded by now must make no difference where not a bit may differ.
+        compiled = library() if batch.batch_invariant else loaded()
     plan = _plan(batch, query.dtype, key_cache, sliding_window, alibi_slopes, explicit, compiled is not None)
     if query.stride(2) != 1:
         query = query.contiguous()
