@@ -24,7 +24,7 @@ from orca_hf.packed_linear import is_changed
 from orca_hf.parity import disagreement
 from orca_hf.patches import StandIn
 from orca_hf.same_code import Snapshot, has_same_forward
-from orca_kernels.compiled import Library, RmsNorm
+from orca_kernels.compiled import LINEAR_DTYPES, Library, RmsNorm
 
 logger = logging.getLogger(__name__)
 
@@ -89,11 +89,13 @@ class FusedForward(StandIn):
     Attributes:
         linears: The module's linears, whose products this forward computes from copies of its own.
         parts: Forwards of modules inside, whose work this one does.
+        dtypes: Those of weights that it can be for.
     """
 
     __slots__ = ("is_right", "known", "library", "linears", "parts")
 
     is_batch_invariant = True  # the kernels' rows do not depend on how many there are
+    dtypes = frozenset({torch.float32})
 
     def __init__(self, module: nn.Module, library: Library) -> None:
         super().__init__(module)
@@ -158,9 +160,10 @@ class FusedNorm(FusedForward):
 class FusedMLP(FusedForward):
     """`down(activation(gate(x)) * up(x))`."""
 
-    __slots__ = ("down", "gate_up", "gelu")
+    __slots__ = ("down", "dtype", "gate_up", "gelu")
 
     module: Any
+    dtypes = LINEAR_DTYPES
 
     def __init__(self, module: nn.Module, library: Library) -> None:
         super().__init__(module, library)
@@ -175,13 +178,14 @@ class FusedMLP(FusedForward):
     def pack(self) -> None:
         """Gate and up together, and down."""
         gate, up, down = (linear.weight for linear in self.linears)
+        self.dtype = down.dtype
         self.gate_up = self.library.pack_gated(gate, up)
         self.down = self.library.pack(down)
 
     def compute(self, x: Tensor) -> Tensor | None:
-        """(..., size) to (..., size), in float32."""
+        """(..., size) to (..., size), in the weights' dtype."""
         down = self.linears[2]
-        if not is_plain(x):
+        if not is_plain(x, self.dtype):
             return None
         hidden = self.library.gated(x, self.gate_up, down.in_features, gelu=bool(self.gelu))
         return self.library.linear(hidden, self.down, down.bias, down.out_features)
@@ -293,9 +297,9 @@ class FusedAttention(FusedForward):
         return nn.functional.pad(attended, (0, 0, 0, padding)) if padding else attended
 
 
-def is_plain(tensor: Any) -> TypeGuard[Tensor]:
-    """Whether the kernels can read it: float32 on the CPU, no subclass that has ideas of its own."""
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.dtype is torch.float32 and tensor.device.type == "cpu"
+def is_plain(tensor: Any, dtype: torch.dtype = torch.float32) -> TypeGuard[Tensor]:
+    """Whether the kernels can read it: of that dtype on the CPU, no subclass that has ideas of its own."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.dtype is dtype and tensor.device.type == "cpu"
 
 
 def _hidden(output: Any) -> Tensor:

@@ -58,7 +58,7 @@ class PackedLinear(StandIn):
     @property
     def is_batch_invariant(self) -> bool:
         """Whether a row's result does not depend on how many rows there are: the compiled kernels' does not."""
-        return self.module.weight.dtype is torch.float32 and compiled.library() is not None
+        return compiled.library() is not None and compiled.can_read(self.module.weight)
 
     def pack(self) -> None:
         """Make the copy of the weight; asked for before the first call, under no_grad."""
@@ -82,7 +82,7 @@ class PackedLinear(StandIn):
 
 def _make_product(weight: Tensor) -> Product:
     library = compiled.library()
-    if library is not None and weight.dtype is torch.float32:
+    if library is not None and compiled.can_read(weight):
         num_out, packed = weight.shape[0], library.pack(weight)
         return lambda rows, bias: library.linear(rows, packed, bias, num_out)
     reordered = torch.ops.mkldnn._reorder_linear_weight(weight, None)

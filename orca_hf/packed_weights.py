@@ -4,7 +4,7 @@ The price is a second copy of the weights, and that a copy must never outlive th
 `PackedWeights.refresh`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cache
@@ -169,11 +169,21 @@ def _find_forwards(modules: Iterable[nn.Module]) -> list[Forward]:
         for module in list(left):
             if module not in left or is_changed(module) or (forward := fuse(module, library)) is None:
                 continue
-            if all(linear in packable and linear.weight.dtype is torch.float32 for linear in forward.linears):
+            if _can_read(forward, packable):
                 found.append(forward)
                 for taken in _modules_of(forward):
                     left.pop(taken, None)
     return [*found, *map(PackedLinear, (linear for linear in packable if linear in left))]
+
+
+def _can_read(forward: FusedForward, packable: Container[nn.Linear]) -> bool:
+    """Whether the kernels can read the weights of a fused forward, all of one dtype that it is for."""
+    weights = [linear.weight for linear in forward.linears]
+    return (
+        all(linear in packable for linear in forward.linears)
+        and len({weight.dtype for weight in weights}) <= 1
+        and all(weight.dtype in forward.dtypes and compiled.can_read(weight) for weight in weights)
+    )
 
 
 def _fingerprint(weight: Tensor) -> tuple[Tensor, ...]:

@@ -24,29 +24,32 @@ Warper = Callable[[Any, Tensor], Tensor]  # of token ids and (num_rows, vocab_si
 
 def faster(warper: Warper) -> Warper:
     """A warper that makes the same of scores in less time; `warper` itself where none is known."""
-    return _TopP(warper) if type(warper) is TopPLogitsWarper and _knows_top_p() else warper
+    kernels = compiled.loaded()
+    if kernels is None or type(warper) is not TopPLogitsWarper or not _is_known(TopPLogitsWarper.__call__, kernels):
+        return warper
+    return _TopP(warper, kernels)
 
 
-@lru_cache(maxsize=1)
-def _knows_top_p() -> bool:
-    """Whether transformers' warper does what is known of it: another release's may not."""
-    scores = torch.randn(3, 999, generator=torch.Generator().manual_seed(0)) * 4
+@lru_cache(maxsize=2)
+def _is_known(top_p: Callable[..., Tensor], kernels: compiled.Library) -> bool:
+    """Whether transformers' warper does what is known of it: another release's, or what someone put there, may not."""
+    scores = torch.randn(3, 999, generator=torch.Generator("cpu").manual_seed(0), device="cpu") * 4
     warpers = [TopPLogitsWarper(0.9), TopPLogitsWarper(0.3, filter_value=-1.0, min_tokens_to_keep=5)]
-    return all(torch.equal(_TopP(warper)(None, scores), warper(None, scores)) for warper in warpers)
+    return all(torch.equal(_TopP(each, kernels)(None, scores), top_p(each, None, scores)) for each in warpers)
 
 
 class _TopP:
-    """Top-p by the compiled kernel, where there is one; rows in which a rounding decides are transformers' own."""
+    """Top-p by the compiled kernel; rows in which a rounding decides are transformers' own."""
 
-    def __init__(self, warper: TopPLogitsWarper) -> None:
+    def __init__(self, warper: TopPLogitsWarper, kernels: compiled.Library) -> None:
         self._warper = warper
+        self._kernels = kernels
 
     def __call__(self, input_ids: Any, scores: Tensor) -> Tensor:
-        kernels = compiled.loaded()
         is_plain = type(scores) is Tensor and scores.device.type == "cpu" and scores.dtype == torch.float32
-        if kernels is None or not is_plain or not scores.is_contiguous():
+        if not (is_plain and scores.is_contiguous()):
             return self._warper(input_ids, scores)
-        kept, is_done = kernels.top_p(
+        kept, is_done = self._kernels.top_p(
             scores,
             self._warper.top_p,
             min_tokens_to_keep=self._warper.min_tokens_to_keep,

@@ -109,6 +109,15 @@ def test_a_warper_of_the_users_is_left_alone() -> None:
     assert faster(mine) is mine
 
 
+def test_what_someone_puts_in_transformers_place_runs(
+    kernels: compiled.Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warper = TopPLogitsWarper(0.9)
+    assert faster(warper) is not warper
+    monkeypatch.setattr(TopPLogitsWarper, "__call__", lambda self, input_ids, scores: scores)
+    assert faster(warper) is warper
+
+
 def test_a_row_that_nobody_announced_is_made_alone() -> None:
     logits = torch.randn(3, 97, generator=torch.Generator().manual_seed(0))
     together = RowProbabilities(logits)

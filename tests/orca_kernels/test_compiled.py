@@ -79,6 +79,44 @@ def test_many_rows_are_the_same_rows(library: Library) -> None:
         assert torch.equal(library.gated(hidden[row : row + 1], gate_up, 40, gelu=False)[0], gated[row])
 
 
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("shape", [(1, 2), (33, 40), (97, 48), (64, 5000)], ids=str)
+def test_linear_in_bfloat16_is_rounded_once(library: Library, shape: tuple[int, int], with_bias: bool) -> None:
+    num_out, num_in = shape
+    torch.manual_seed(0)
+    weight = torch.randn(num_out, num_in).bfloat16()
+    bias = torch.randn(num_out).bfloat16() if with_bias else None
+    packed = library.pack(weight)
+    wide = torch.randn(200, num_in + 3).bfloat16()
+    for rows in (1, 2, 7, 12, 13, 40, 200):
+        for hidden in (wide[:rows, 2 : num_in + 2], wide[:rows, 1 : num_in + 1]):  # the second begins within a word
+            exact = torch.nn.functional.linear(
+                hidden.double(), weight.double(), None if bias is None else bias.double()
+            )
+            ours = library.linear(hidden, packed, bias, num_out)
+            assert ours.dtype is torch.bfloat16
+            torch.testing.assert_close(ours.double(), exact, rtol=2**-8, atol=1e-5 * num_in)
+            assert torch.equal(library.linear(hidden[-1:], packed, bias, num_out)[0], ours[-1])
+
+
+@pytest.mark.parametrize("gelu", [False, True], ids=["silu", "gelu"])
+@pytest.mark.parametrize("shape", [(1, 2), (33, 40), (97, 48)], ids=str)
+def test_gated_in_bfloat16_is_rounded_as_natively(library: Library, shape: tuple[int, int], gelu: bool) -> None:
+    num_out, num_in = shape
+    torch.manual_seed(0)
+    gate, up = (torch.randn(2, num_out, num_in) * 0.3).bfloat16().unbind()
+    packed = library.pack_gated(gate, up)
+    for rows in (1, 3, 13, 40):
+        hidden = torch.randn(rows, num_in).bfloat16()
+        # Each product is rounded once; sums in another order may fall to the other side, so a few may differ by a step.
+        products = [torch.nn.functional.linear(hidden.float(), weight.float()).bfloat16() for weight in (gate, up)]
+        expected = ACTIVATIONS[gelu](products[0]) * products[1]
+        ours = library.gated(hidden, packed, num_out, gelu=gelu)
+        assert ours.dtype is torch.bfloat16
+        torch.testing.assert_close(ours.float(), expected.float(), rtol=2**-6, atol=1e-3)
+        assert (ours == expected).float().mean() > 0.95
+
+
 ACTIVATIONS = {False: torch.nn.functional.silu, True: lambda x: torch.nn.functional.gelu(x, approximate="tanh")}
 
 
@@ -176,6 +214,29 @@ def test_from_attention_to_the_next_layer(
     normed = rms_norm(middle, norm)
     inner = torch.nn.functional.silu(linear(normed, gate)) * linear(normed, up)
     torch.testing.assert_close(ours, middle + linear(inner, down, biases[1]), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("first", [0, 3, 30])
+@pytest.mark.parametrize("num_rows", [1, 2, 13, 16, 40])
+def test_a_layers_rows_do_not_depend_on_how_many_there_are(library: Library, num_rows: int, first: int) -> None:
+    """What deterministic=True stands on."""
+    torch.manual_seed(0)
+    size, inner_size, num_heads, head_dim = 96, 200, (6, 2, 2), 16
+    hidden, attended, angles = torch.randn(70, size), torch.randn(70, size), torch.randn(70, head_dim)
+    norm, head_norm = RmsNorm(torch.randn(size), 1e-6), RmsNorm(torch.randn(head_dim), 1e-6)
+    qkv, output = library.pack(torch.randn(160, size)), PackedProduct(library.pack(torch.randn(size, size)), None, size)
+    gate_up = library.pack_gated(*torch.randn(2, inner_size, size).unbind())
+    down = PackedProduct(library.pack(torch.randn(size, inner_size)), None, inner_size)
+
+    def layer(rows: slice) -> list[torch.Tensor]:
+        heads = library.attention_inputs(
+            hidden[rows], norm, qkv, None, num_heads, angles[rows].cos(), angles[rows].sin(), head_norm, head_norm
+        )
+        return [heads, library.layer_outputs(attended[rows], hidden[rows], output, norm, gate_up, down, gelu=False)]
+
+    rows = slice(first, first + num_rows)
+    for part, whole in zip(layer(rows), layer(slice(0, 70)), strict=True):
+        assert torch.equal(part, whole[rows])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -11,6 +11,7 @@
 
 #include <omp.h>
 
+#include "bfloat16.h"
 #include "exponential.h"
 #include "vector.h"
 
@@ -21,25 +22,6 @@ constexpr int kMaxGroup = 16; // query heads of a task; a larger group is cut
 constexpr int kHeads = 4;     // of these at a time, so that what they add up stays in registers
 constexpr int kWidth = 4;     // and so many vectors of a value
 constexpr float kMinusInf = -INFINITY;
-
-inline float widen(float x) { return x; }
-
-// bfloat16 is the upper half of a float32.
-inline float widen(uint16_t x) {
-  const uint32_t wide = static_cast<uint32_t>(x) << 16;
-  float value;
-  std::memcpy(&value, &wide, sizeof(value));
-  return value;
-}
-
-inline void narrow(float x, float* out) { *out = x; }
-
-inline void narrow(float x, uint16_t* out) {
-  uint32_t wide;
-  std::memcpy(&wide, &x, sizeof(wide));
-  const uint32_t rounded = (wide + 0x7fff + ((wide >> 16) & 1)) >> 16; // to the nearest, to even
-  *out = x != x ? 0x7fc0 : static_cast<uint16_t>(rounded);
-}
 
 inline Vector load(const float* x) { return *reinterpret_cast<const Vector*>(x); }
 

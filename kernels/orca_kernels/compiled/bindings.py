@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _NORM = (_POINTER, _FLOAT, _FLOAT)
+_LINEAR = [_POINTER, _INT, _POINTER, _POINTER, _POINTER, *[_INT] * 4]
+_GATED = [_POINTER, _INT, _POINTER, _POINTER, *[_INT] * 5]
 _DECODE = [
     *(_POINTER, _INT, _INT),  # query
     *(_POINTER, _INT, _INT),  # keys
@@ -33,10 +35,12 @@ _DECODE = [
 _SIGNATURES = {
     "orca_packed_size": ([_INT, _INT], _INT),
     "orca_pack_f32": ([_POINTER, _INT, _INT, _POINTER], None),
-    "orca_linear_f32": ([_POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _INT], None),
+    "orca_linear_f32": (_LINEAR, None),
+    "orca_linear_bf16": (_LINEAR, None),
     "orca_gated_size": ([_INT, _INT], _INT),
     "orca_pack_gated_f32": ([_POINTER, _POINTER, _INT, _INT, _POINTER], None),
-    "orca_gated_f32": ([_POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _INT, _INT, _INT], None),
+    "orca_gated_f32": (_GATED, None),
+    "orca_gated_bf16": (_GATED, None),
     "orca_rms_norm_f32": ([_POINTER, _INT, *_NORM, _POINTER, _INT, _INT, _INT], None),
     "orca_attention_inputs_f32": (
         [
@@ -68,6 +72,7 @@ _SIGNATURES = {
 _GENERATOR_BYTES = 5056  # of a CPU generator's state, as draw.cpp reads it
 
 DECODE_DTYPES = frozenset({torch.float32, torch.bfloat16})
+LINEAR_DTYPES = DECODE_DTYPES
 
 
 class RmsNorm(NamedTuple):
@@ -112,7 +117,7 @@ class Library:
     Args:
         path: The library, as `compile_library` makes it.
 
-    Linears are in float32; `decode` takes a query and caches of `DECODE_DTYPES`.
+    What says nothing else is in float32; `decode` takes a query and caches of `DECODE_DTYPES`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -122,7 +127,7 @@ class Library:
             function.argtypes, function.restype = arguments, result
         self._gated_size = functions.orca_gated_size
         self._pack_gated = functions.orca_pack_gated_f32
-        self._gated = functions.orca_gated_f32
+        self._gated = {torch.float32: functions.orca_gated_f32, torch.bfloat16: functions.orca_gated_bf16}
         self._rms_norm = functions.orca_rms_norm_f32
         self._attention_inputs = functions.orca_attention_inputs_f32
         self._layer_outputs = functions.orca_layer_outputs_f32
@@ -132,20 +137,24 @@ class Library:
         self._top_p = functions.orca_top_p_f32
         self._packed_size = functions.orca_packed_size
         self._pack = functions.orca_pack_f32
-        self._linear = functions.orca_linear_f32
+        self._linear = {torch.float32: functions.orca_linear_f32, torch.bfloat16: functions.orca_linear_bf16}
         self._decode = {torch.float32: functions.orca_decode_f32, torch.bfloat16: functions.orca_decode_bf16}
 
     def pack(self, weight: Tensor) -> Tensor:
         """Lay a weight (num_out, num_in), contiguous, out for `linear`; new memory, of about its size."""
-        packed = torch.empty(self._packed_size(*weight.shape))
-        self._pack(weight.data_ptr(), *weight.shape, packed.data_ptr())
+        words = _words(weight)
+        packed = torch.empty(self._packed_size(*words.shape))
+        self._pack(words.data_ptr(), *words.shape, packed.data_ptr())
         return packed
 
     def linear(self, rows: Tensor, packed: Tensor, bias: Tensor | None, num_out: int) -> Tensor:
-        """`rows` (..., num_in) times a packed weight, plus `bias` (num_out,), contiguous: (..., num_out)."""
-        flat = _flatten(rows)
-        out = torch.empty(*rows.shape[:-1], num_out)
-        self._linear(
+        """`rows` (..., num_in) times a packed weight, plus `bias` (num_out,), contiguous: (..., num_out).
+
+        All in one of `LINEAR_DTYPES`; in bfloat16 sums are in float32, and rounded once.
+        """
+        flat = _words(_flatten(rows))
+        out = torch.empty(*rows.shape[:-1], num_out, dtype=rows.dtype)
+        self._linear[rows.dtype](
             flat.data_ptr(),
             flat.stride(0),
             packed.data_ptr(),
@@ -160,6 +169,7 @@ class Library:
 
     def pack_gated(self, gate: Tensor, up: Tensor) -> Tensor:
         """Lay two weights (num_out, num_in), contiguous, out for `gated`; new memory, of about their size."""
+        gate, up = _words(gate), _words(up)
         packed = torch.empty(self._gated_size(*gate.shape))
         self._pack_gated(gate.data_ptr(), up.data_ptr(), *gate.shape, packed.data_ptr())
         return packed
@@ -167,11 +177,12 @@ class Library:
     def gated(self, rows: Tensor, packed: Tensor, num_out: int, *, gelu: bool) -> Tensor:
         """`activation(rows @ gate.T) * (rows @ up.T)` of packed weights, (..., num_in) to (..., num_out).
 
-        The activation is SiLU, or with `gelu` GELU by its tanh approximation.
+        The activation is SiLU, or with `gelu` GELU by its tanh approximation. All in one of `LINEAR_DTYPES`; in
+        bfloat16 each of the two products, the activation and the result are rounded.
         """
-        flat = _flatten(rows)
-        out = torch.empty(*rows.shape[:-1], num_out)
-        self._gated(
+        flat = _words(_flatten(rows))
+        out = torch.empty(*rows.shape[:-1], num_out, dtype=rows.dtype)
+        self._gated[rows.dtype](
             flat.data_ptr(),
             flat.stride(0),
             packed.data_ptr(),
@@ -438,6 +449,21 @@ def _bytes_apart(rows: Tensor, element_size: int) -> tuple[int, int, int]:
     """Address, and bytes from row to row and from head to head."""
     row, head, _ = rows.stride()
     return rows.data_ptr(), row * element_size, head * element_size
+
+
+def can_read(weight: Tensor) -> bool:
+    """Whether `Library.pack` takes a weight (num_out, num_in), contiguous, on the CPU: in bfloat16 it reads pairs."""
+    is_paired = weight.shape[1] % 2 == 0 and weight.storage_offset() % 2 == 0
+    return weight.dtype is torch.float32 or (weight.dtype is torch.bfloat16 and is_paired)
+
+
+def _words(rows: Tensor) -> Tensor:
+    """`rows` (num_rows, size), its last stride 1, as words of 32 bits: float32 as it is, bfloat16 in pairs."""
+    if rows.dtype is torch.float32:
+        return rows
+    if rows.stride(0) % 2 or rows.storage_offset() % 2:
+        rows = rows.clone(memory_format=torch.contiguous_format)
+    return rows.view(torch.float32)
 
 
 def _flatten(rows: Tensor) -> Tensor:

@@ -8,20 +8,12 @@
 #include <cstdint>
 #include <cstring>
 
-#include <omp.h>
-
-#include "exponential.h"
+#include "activation.h"
 #include "linear.h"
+#include "panels.h"
 #include "vector.h"
 
 namespace {
-
-// 24 accumulators, 2 of the weight, and room to broadcast an input; or 12 accumulators of 16 registers.
-constexpr int kRows = kLanes == 16 ? 12 : 6;
-constexpr int kPanel = 2 * kLanes;
-constexpr int64_t kSerial = 1 << 15; // products that are done before a second thread has woken
-constexpr int64_t kChunk = 1 << 16;  // inputs of all the rows that a panel meets at a time: likewise
-constexpr int64_t kDepth = 2048;     // inputs that a panel is walked through at a time: fits the second-level cache
 
 // Some rows times one panel. What the next panels need is on its way meanwhile: `ahead`, `step` floats for each input.
 template <int ROWS>
@@ -62,13 +54,6 @@ void multiply(const float* x, int64_t x_row, const float* panel, const float* ah
   }
 }
 
-// x * sigmoid(z), where z is x (SiLU), or what makes it GELU by tanh: 1 + tanh(z / 2) is 2 sigmoid(z).
-inline Vector activate(Vector x, bool gelu) {
-  const Vector z = gelu ? 1.5957691216057308f * (x + 0.044715f * x * x * x) : x;
-  const Vector e = exponential(z < 0.0f ? z : -z);
-  return x * (z < 0.0f ? e : Vector{} + 1.0f) / (1.0f + e);
-}
-
 // A panel's first half are gates, its second half what they are for: activation(gate) * value.
 template <int ROWS>
 void multiply_gated(const float* x, int64_t x_row, const float* panel, const float* ahead, int64_t step, float* out,
@@ -86,36 +71,8 @@ void multiply_gated(const float* x, int64_t x_row, const float* panel, const flo
 }
 
 typedef void (*Multiply)(const float*, int64_t, const float*, const float*, int64_t, float*, int64_t, int64_t, bool, int);
-#if defined(__AVX512F__)
-#define ORCA_BY_ROWS(F) {nullptr, F<1>, F<2>, F<3>, F<4>, F<5>, F<6>, F<7>, F<8>, F<9>, F<10>, F<11>, F<12>}
-#else
-#define ORCA_BY_ROWS(F) {nullptr, F<1>, F<2>, F<3>, F<4>, F<5>, F<6>}
-#endif
 constexpr Multiply kMultiply[] = ORCA_BY_ROWS(multiply);
 constexpr Multiply kMultiplyGated[] = ORCA_BY_ROWS(multiply_gated);
-
-// Calls body(panel, begin_row, end_row) for the panels of the calling thread, with as many rows at a time as stay in its
-// second-level cache: each panel meets them all.
-template <typename Body>
-void for_panels(int64_t panels, int64_t num_rows, int64_t num_in, Body body) {
-  const int64_t num = omp_get_num_threads(), me = omp_get_thread_num();
-  const int64_t most = std::max<int64_t>(4 * kRows, kChunk / num_in), chunks = (num_rows + most - 1) / most;
-  for (int64_t c = 0; c < chunks; ++c)
-    for (int64_t p = panels * me / num; p < panels * (me + 1) / num; ++p)
-      body(p, num_rows * c / chunks, num_rows * (c + 1) / chunks);
-}
-
-// Calls body(row, rows, panel, ahead, step) for tiles of equal size: 13 rows are 7 and 6, not 12 and 1. Together they
-// bring the next panel in.
-template <typename Body>
-void for_tiles(int64_t begin_row, int64_t end_row, const float* panel, int64_t depth, Body body) {
-  const int64_t num_rows = end_row - begin_row, tiles = (num_rows + kRows - 1) / kRows;
-  for (int64_t t = 0; t < tiles; ++t) {
-    const int64_t first = num_rows * t / tiles;
-    body(begin_row + first, num_rows * (t + 1) / tiles - first, panel, panel + (tiles + t) * depth * kPanel / tiles,
-         kPanel / tiles);
-  }
-}
 
 // `width` rows of a weight, then zeros, into the first `lanes` places of each step of a panel.
 void pack_rows(const float* weight, int64_t width, int64_t lanes, int64_t num_in, float* panel) {

@@ -16,7 +16,7 @@ namespace {
 
 constexpr float kEpsilon = 0x1p-24f;
 constexpr float kOfEach = 24 * kEpsilon; // of exponentials, quotients, comparisons and our own sums: about 18
-constexpr int64_t kFewestLanes = 8;      // of native's sum, in each of which it adds one by one
+constexpr int64_t kFewestLanes = 4;      // of native's sum, in each of which it adds one by one
 constexpr int64_t kBlock = 64;           // of what is added up in float, the blocks in double
 
 struct Row {
@@ -73,10 +73,9 @@ float lowest_that_stays(Row row, float rest, int64_t min_kept, float* exps, std:
   const float largest = largest_of(row);
   const double sum = exponentials(row, largest, exps);
   if (!(sum < INFINITY) || rest < 1e-5f) return NAN;
-  double below = sum;
+  double below;
   float limit = largest - 4.0f;
-  for (; limit > largest - 40.0f; limit -= 2.0f)
-    if ((below = sum_below(row, exps, limit)) < 0.1 * rest * sum) break;
+  while ((below = sum_below(row, exps, limit)) > 0.1 * rest * sum) limit -= 2.0f;
   sort_top(row, limit, top);
   const int64_t count = top.size();
 
