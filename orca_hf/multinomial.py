@@ -13,7 +13,7 @@ def draw(probs: Tensor, generator: torch.Generator) -> Tensor:
 
     Args:
         probs: (num_rows, vocab_size), not negative.
-        generator: Of the same device; one that no other thread draws from.
+        generator: Of the same device; the default one, or one that no other thread draws from.
 
     Returns:
         (num_rows,) int64.
@@ -24,7 +24,8 @@ def draw(probs: Tensor, generator: torch.Generator) -> Tensor:
     kernels = compiled.loaded()
     # PyTorch fills memory with random numbers, whatever the order of rows and columns in it.
     is_plain = probs.device.type == "cpu" and probs.dtype == torch.float32 and probs.is_contiguous()
-    if kernels is not None and is_plain and _draws_alike(kernels):
+    is_own = generator is not torch.default_generator  # which other threads may draw from at the same time
+    if kernels is not None and is_plain and is_own and _draws_alike(kernels):
         tokens = kernels.draw(probs, generator)
         if tokens is not None:
             return tokens

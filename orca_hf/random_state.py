@@ -112,10 +112,7 @@ class DefaultGenerator:
 
     def draw(self, probs: Tensor, stream: int = 0) -> Tensor:
         """(num_rows, vocab_size) probabilities to (num_rows,) tokens."""
-        generator = self._streams[stream]
-        if generator is self._default:  # which other threads may draw from at the same time
-            return torch.multinomial(probs, num_samples=1, generator=generator).squeeze(1)
-        return multinomial.draw(probs, generator)
+        return multinomial.draw(probs, self._streams[stream])
 
     def close(self, *, discard: bool = False) -> None:
         """Leave the default generator as native generate() would have. May be called twice.

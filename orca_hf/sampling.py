@@ -13,7 +13,7 @@ from orca_hf.errors import UnsupportedError
 from orca_hf.random_state import DefaultGenerator
 from orca_hf.request import Request
 from orca_hf.sampling_options import SamplingOptions
-from orca_hf.warping import RowProbabilities, faster, probabilities, stack_size
+from orca_hf.warping import RowProbabilities, faster, stack_size, warped_probabilities
 
 
 class Accepted(NamedTuple):
@@ -312,7 +312,7 @@ class Generation:
         """The next tokens of all rows, a few at a time, that stay in the cache; their random numbers follow on."""
         assert self._generator is not None
         parts = logits.split(stack_size(logits.shape[1]))
-        return torch.cat([self._generator.draw(probabilities(part, self.options.processors)) for part in parts])
+        return torch.cat([self._generator.draw(warped_probabilities(part, self.options.processors)) for part in parts])
 
     def _draw(self, rows: list[int], scores: Tensor) -> Tensor:
         probs = torch.nn.functional.softmax(scores, dim=-1)

@@ -60,7 +60,7 @@ class _TopP:
         return kept
 
 
-def probabilities(logits: Tensor, warpers: LogitsProcessorList) -> Tensor:
+def warped_probabilities(logits: Tensor, warpers: LogitsProcessorList) -> Tensor:
     """(num_rows, vocab_size) in fp32, of logits of the same shape through `warpers`, all of `STACKABLE`."""
     scores = logits.to(dtype=torch.float32)
     for warper in warpers:
@@ -101,7 +101,7 @@ class RowProbabilities:
         if row not in self._made:
             rows = self._stack_of.get(row, [row])
             with torch.inference_mode(False), torch.no_grad():
-                probs = probabilities(select_rows(self._logits, rows).to(device), warpers)
+                probs = warped_probabilities(select_rows(self._logits, rows).to(device), warpers)
             self._made.update(zip(rows, probs.split(1), strict=True))
         return self._made.pop(row)
 

@@ -15,30 +15,13 @@
 
 namespace {
 
-// Some rows times one panel. What the next panels need is on its way meanwhile: `ahead`, `step` floats for each input.
-template <int ROWS>
-inline void accumulate(const float* __restrict x, int64_t x_row, const float* __restrict panel, int64_t depth,
-                       const float* ahead, int64_t step, Vector (&acc)[ROWS][2]) {
-  for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = Vector{};
-  for (int64_t k = 0; k < depth; ++k) {
-    __builtin_prefetch(ahead + k * step, 0, 2);
-    __builtin_prefetch(ahead + k * step + kPanel / 2, 0, 2);
-    const Vector w0 = *reinterpret_cast<const Vector*>(panel + k * kPanel);
-    const Vector w1 = *reinterpret_cast<const Vector*>(panel + k * kPanel + kLanes);
-#pragma GCC unroll 16
-    for (int r = 0; r < ROWS; ++r) {
-      const float value = x[r * x_row + k];
-      acc[r][0] += w0 * value;
-      acc[r][1] += w1 * value;
-    }
-  }
-}
+constexpr auto kAdd = [](Vector sum, float x, Vector w) { return sum + w * x; };
 
 template <int ROWS>
 void multiply(const float* x, int64_t x_row, const float* panel, const float* ahead, int64_t step, float* out,
               int64_t out_row, int64_t depth, bool adds, int width) {
   Vector acc[ROWS][2];
-  accumulate<ROWS>(x, x_row, panel, depth, ahead, step, acc);
+  accumulate<ROWS>(x, x_row, panel, depth, ahead, step, acc, kAdd);
   for (int r = 0; r < ROWS; ++r) {
     float* row = out + r * out_row;
     if (width == kPanel) {
@@ -59,7 +42,7 @@ template <int ROWS>
 void multiply_gated(const float* x, int64_t x_row, const float* panel, const float* ahead, int64_t step, float* out,
                     int64_t out_row, int64_t depth, bool gelu, int width) {
   Vector acc[ROWS][2];
-  accumulate<ROWS>(x, x_row, panel, depth, ahead, step, acc);
+  accumulate<ROWS>(x, x_row, panel, depth, ahead, step, acc, kAdd);
   for (int r = 0; r < ROWS; ++r) {
     const Vector result = activate(acc[r][0], gelu) * acc[r][1];
     if (width == kLanes) {

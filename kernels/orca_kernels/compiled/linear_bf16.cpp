@@ -17,33 +17,23 @@
 namespace {
 
 // sum + x * w, for both numbers of each word.
-inline Vector add_products(Vector sum, Words x, Words w) {
+constexpr auto kAdd = [](Vector sum, uint32_t x, Words w) {
+  const Words words = Words{} + x;
 #if defined(__AVX512BF16__)
-  return (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)w);
+  return (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)words, (__m512bh)w);
 #else
   const auto low = [](Words words) { return (Vector)(words << 16); };
   const auto high = [](Words words) { return (Vector)(words & 0xffff0000u); };
-  return sum + low(x) * low(w) + high(x) * high(w);
+  return sum + low(words) * low(w) + high(words) * high(w);
 #endif
-}
+};
 
-// Some rows times one panel, (ROWS, kPanel) into `sums`; see linear.cpp.
+// Some rows times one panel, (ROWS, kPanel) into `sums`.
 template <int ROWS>
-void multiply(const uint32_t* __restrict x, int64_t x_row, const uint32_t* __restrict panel, const uint32_t* ahead,
-              int64_t step, float* sums, int64_t depth, bool adds) {
-  Vector acc[ROWS][2] = {};
-  for (int64_t k = 0; k < depth; ++k) {
-    __builtin_prefetch(ahead + k * step, 0, 2);
-    __builtin_prefetch(ahead + k * step + kPanel / 2, 0, 2);
-    const Words w0 = *reinterpret_cast<const Words*>(panel + k * kPanel);
-    const Words w1 = *reinterpret_cast<const Words*>(panel + k * kPanel + kLanes);
-#pragma GCC unroll 16
-    for (int r = 0; r < ROWS; ++r) {
-      const Words value = Words{} + x[r * x_row + k];
-      acc[r][0] = add_products(acc[r][0], value, w0);
-      acc[r][1] = add_products(acc[r][1], value, w1);
-    }
-  }
+void multiply(const uint32_t* x, int64_t x_row, const uint32_t* panel, const uint32_t* ahead, int64_t step, float* sums,
+              int64_t depth, bool adds) {
+  Vector acc[ROWS][2];
+  accumulate<ROWS>(x, x_row, panel, depth, ahead, step, acc, kAdd);
   Vector* target = reinterpret_cast<Vector*>(sums);
   for (int r = 0; r < ROWS; ++r, target += 2) {
     target[0] = adds ? target[0] + acc[r][0] : acc[r][0];

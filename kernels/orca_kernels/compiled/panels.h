@@ -44,3 +44,36 @@ void for_tiles(int64_t begin_row, int64_t end_row, const T* panel, int64_t depth
          kPanel / tiles);
   }
 }
+
+// Vectors of the words that a panel is made of.
+template <typename T>
+struct VectorOf;
+template <>
+struct VectorOf<float> {
+  typedef Vector type;
+};
+template <>
+struct VectorOf<uint32_t> {
+  typedef Words type;
+};
+
+// Some rows times one panel: add(sum, x, w) for each word x of a row. What the next panels need is on its way meanwhile:
+// `ahead`, `step` words for each input.
+template <int ROWS, typename T, typename Add>
+inline void accumulate(const T* __restrict x, int64_t x_row, const T* __restrict panel, int64_t depth, const T* ahead,
+                       int64_t step, Vector (&acc)[ROWS][2], Add add) {
+  typedef typename VectorOf<T>::type Weights;
+  for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = Vector{};
+  for (int64_t k = 0; k < depth; ++k) {
+    __builtin_prefetch(ahead + k * step, 0, 2);
+    __builtin_prefetch(ahead + k * step + kPanel / 2, 0, 2);
+    const Weights w0 = *reinterpret_cast<const Weights*>(panel + k * kPanel);
+    const Weights w1 = *reinterpret_cast<const Weights*>(panel + k * kPanel + kLanes);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) {
+      const T value = x[r * x_row + k];
+      acc[r][0] = add(acc[r][0], value, w0);
+      acc[r][1] = add(acc[r][1], value, w1);
+    }
+  }
+}

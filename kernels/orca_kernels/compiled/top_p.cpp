@@ -68,7 +68,7 @@ void sort_top(Row row, float limit, std::vector<float>& top) {
   std::sort(top.begin(), top.end(), [](float a, float b) { return a > b; });
 }
 
-// The lowest score that stays; NaN where that is not certain.
+// The lowest score that stays; NaN where that is not certain. exps: room for row.size.
 float lowest_that_stays(Row row, float rest, int64_t min_kept, float* exps, std::vector<float>& top) {
   const float largest = largest_of(row);
   const double sum = exponentials(row, largest, exps);
@@ -81,11 +81,14 @@ float lowest_that_stays(Row row, float rest, int64_t min_kept, float* exps, std:
 
   // Native's sum is rounded with each exponential as often as it adds after it.
   double error = below * (row.size / kFewestLanes + 4);
-  for (int64_t i = 0; i < count; ++i) error += exponential(top[i] - largest) * (i / kFewestLanes + 4);
+  for (int64_t i = 0; i < count; ++i) {
+    exps[i] = exponential(top[i] - largest);
+    error += exps[i] * (i / kFewestLanes + 4);
+  }
   const double wrong = rest * (kOfEach + kEpsilon * error / sum);
   double share = below / sum; // of those from the i-th on
   for (int64_t i = count; i > 0; --i) {
-    const double with_next = share + exponential(top[i - 1] - largest) / sum;
+    const double with_next = share + exps[i - 1] / sum;
     if (with_next > rest - wrong) {
       const int64_t kept = std::max(i, min_kept);
       const bool is_told = kept == count || (kept < count && top[kept] < top[kept - 1]);
