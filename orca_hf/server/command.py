@@ -17,6 +17,7 @@ from orca_hf.config import OrcaConfig
 from orca_hf.errors import CheckpointError, ConfigError
 from orca_hf.runner import max_positions
 from orca_hf.server.app import make_app
+from orca_hf.server.keys import check_api_keys
 from orca_hf.server.settings import ServerSettings
 
 _KEY_VARIABLE = "ORCA_HF_API_KEY"
@@ -31,7 +32,8 @@ def run_serve(given: Namespace, write: Callable[[str], object]) -> int:
         ConfigError: The settings contradict each other or are not safe.
         OrcaError: The model cannot be loaded.
     """
-    keys = tuple(given.api_key) + tuple(filter(None, [os.environ.get(_KEY_VARIABLE)]))
+    from_environment = os.environ.get(_KEY_VARIABLE)  # "" is refused like any empty key: who set it wants to have one
+    keys = check_api_keys([*given.api_key, *([] if from_environment is None else [from_environment])])
     hosts = check_exposure(given.host, keys, insecure=given.insecure)
     config = OrcaConfig(
         max_batch_size=given.max_num_seqs,

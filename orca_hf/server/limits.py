@@ -9,6 +9,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from orca_hf.server.errors import ApiError, error_response
+from orca_hf.server.keys import check_api_keys
 
 # For whoever watches over the process, and has no key; and the page that asks for one, and holds nothing.
 _OPEN_PATHS = ("/health", "/ready", "/")
@@ -84,13 +85,16 @@ class Guard:
         hosts: Names that the server answers to; all if None. Without a key it is what keeps web pages out, which
             can give a name of their own the address of this machine.
         max_body_bytes: Of a request.
+
+    Raises:
+        ConfigError: A key is none.
     """
 
     def __init__(
         self, app: ASGIApp, *, api_keys: Sequence[str], hosts: Sequence[str] | None, max_body_bytes: int
     ) -> None:
         self._app = app
-        self._digests = [_digest(key.encode()) for key in api_keys]
+        self._digests = [_digest(key.encode()) for key in check_api_keys(api_keys)]
         self._hosts = hosts
         self._max_body_bytes = max_body_bytes
 
@@ -113,7 +117,8 @@ class Guard:
         scope["client_name"] = (scope.get("client") or ("unknown",))[0]
         if self._digests and scope["path"] not in _OPEN_PATHS:
             scheme, _, key = headers.get("authorization", "").partition(" ")
-            digest = _digest(key.strip().encode("latin-1"))  # the bytes that were sent
+            # The bytes that were sent, without HTTP's white space; str.strip() would take parts of UTF-8 characters too.
+            digest = _digest(key.strip(" \t").encode("latin-1"))
             # Every key is compared, each in constant time: how long it takes says nothing about any.
             fits = [hmac.compare_digest(digest, own) for own in self._digests]
             if scheme.lower() != "bearer" or not any(fits):

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from orca_hf.server.keys import check_api_keys
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
@@ -18,6 +20,9 @@ class ServerSettings:
         default_max_tokens: Longest answer of a chat that does not say how long it may be.
         stall_timeout: Seconds for which a client may read nothing of a stream that is there for it.
         grace: Seconds that running requests get when the server is told to stop.
+
+    Raises:
+        ConfigError: A key is one that anybody could send, or nobody.
     """
 
     model_names: tuple[str, ...]
@@ -30,3 +35,6 @@ class ServerSettings:
     default_max_tokens: int = 1024
     stall_timeout: float = 120.0
     grace: float = 30.0
+
+    def __post_init__(self) -> None:
+        check_api_keys(self.api_keys)
