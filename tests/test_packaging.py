@@ -9,6 +9,7 @@ import sys
 import venv
 import zipfile
 from dataclasses import dataclass
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -119,3 +120,10 @@ def test_container_folders_are_no_packages() -> None:
     # kernels/__init__.py would shadow the Hugging Face `kernels` package.
     assert not (ROOT / "kernels" / "__init__.py").exists()
     assert list((ROOT / "tests").rglob("__init__.py")) == []
+
+
+@pytest.mark.parametrize("folder", [ROOT / "tests", *(path.parent for path in ROOT.glob("tests/*/conftest.py"))])
+def test_nothing_in_tests_is_named_like_a_package(folder: Path) -> None:
+    """The suite puts these folders on sys.path, where a folder or file is found in place of the package of its name."""
+    importable = {path.stem for path in folder.iterdir() if path.is_dir() or path.suffix == ".py"}
+    assert importable & {*PACKAGES, "kernels", *packages_distributions()} == set()
