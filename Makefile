@@ -3,13 +3,19 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test tables lint format types layers clean
+.PHONY: demo test test-without-compiler tables lint format types layers clean
 
 demo: $(VENV)/installed
 	$(BIN)/orca-hf demo
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+
+# What computes tokens, once more as it runs where there is no C++ compiler.
+WITHOUT_COMPILER := $(addprefix tests/,test_generate.py test_architectures.py test_adapters.py test_packed_linear.py \
+	test_fused_forwards.py test_deterministic.py test_speculation.py)
+test-without-compiler: $(VENV)/installed
+	ORCA_HF_COMPILE=0 $(BIN)/python -m pytest -n 2 $(WITHOUT_COMPILER) $(PYTEST_ARGS)
 
 tables: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --write-tables README.md tests/test_architecture_sweep.py tests/test_options.py
