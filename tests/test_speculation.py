@@ -1,12 +1,12 @@
 """Promise: guessing at the next tokens changes none of them, only how many come from an iteration."""
 
-import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from joined import joined_calls
 from oracle import assert_same, make_twins, num_iterations
 from scheduler_driver import make_scheduler
 from tiny import PROMPTS, make_model, pad_left
@@ -116,17 +116,15 @@ def test_submitted_requests_get_their_tokens_and_log_probabilities():
 
 
 def test_deterministic_to_the_last_bit():
-    options = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 20}
     config = OrcaConfig(deterministic=True, num_speculative_tokens=3, max_batch_size=8)
     model = orca_hf.wrap(make_model(), config)
-    alone = model.generate(**made([CIRCLES[0]], **options))
-    beside = []
-    other = threading.Thread(target=lambda: beside.append(model.generate(**made(max_new_tokens=60))))
-    other.start()
-    together = model.generate(**made([CIRCLES[0]], **options))
-    other.join()
-    assert all(torch.equal(a, b) for a, b in zip(alone.logits, together.logits, strict=True))
-    assert torch.equal(beside[0][:1, -60:], model.generate(**made([CIRCLES[0]], max_new_tokens=60))[:, -60:])
+    one = made([CIRCLES[0]], max_new_tokens=20, return_dict_in_generate=True, output_logits=True)
+    many = made(max_new_tokens=60)
+    alone, together = [model.generate(**one), model.generate(**many)], joined_calls(model, [one, many], num_rows=5)[1:]
+    assert all(torch.equal(a, b) for a, b in zip(alone[0].logits, together[0].logits, strict=True))
+    assert torch.equal(alone[1], together[1])
+    shared = [record.shares for record in model.generate.work.done.recent if len(record.shares) == 6]
+    assert any(share.kind == "decode" and share.num_tokens > 1 for shares in shared for share in shares)
 
 
 class Owner:
