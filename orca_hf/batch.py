@@ -66,9 +66,9 @@ def build_batch(iteration: Iteration, *, block_size: int, device: torch.device, 
         device="cpu",
     )
     num_rows = len(tokens)
-    inputs: Sequence[Tensor] = torch.tensor([*tokens, *positions, *rows], dtype=torch.int64).split_with_sizes(
-        [num_rows, num_rows, len(rows)]
-    )
+    inputs: Sequence[Tensor] = torch.tensor(
+        [*tokens, *positions, *rows], dtype=torch.int64, device="cpu"
+    ).split_with_sizes([num_rows, num_rows, len(rows)])
     if device.type != "cpu":
         ragged, inputs = ragged.to_with(device, inputs)
     return ForwardBatch(input_ids=inputs[0][None], position_ids=inputs[1][None], sampling_rows=inputs[2], ragged=ragged)

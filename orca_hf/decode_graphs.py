@@ -99,7 +99,7 @@ class _Bucket:
         self.batch = ForwardBatch(
             input_ids=token_ids[None],
             position_ids=positions[None],
-            sampling_rows=torch.arange(rows, device=device),
+            sampling_rows=torch.arange(rows, dtype=torch.int64, device=device),
             ragged=RaggedBatch.decodes(
                 kv_lens=kv_lens,
                 slot_mapping=slots,
@@ -116,9 +116,11 @@ class _Bucket:
         spare = self._rows - len(tokens)
         nobodys = self._spare_block * self._block_size
         wide = torch.tensor(
-            [*tokens, *[0] * spare, *positions, *[0] * spare, *slots, *[nobodys] * spare], dtype=torch.int64
+            [*tokens, *[0] * spare, *positions, *[0] * spare, *slots, *[nobodys] * spare],
+            dtype=torch.int64,
+            device="cpu",
         )
-        return [*wide.split(self._rows), torch.tensor([*kv_lens, *[1] * spare], dtype=torch.int32)]
+        return [*wide.split(self._rows), torch.tensor([*kv_lens, *[1] * spare], dtype=torch.int32, device="cpu")]
 
     def capture(self, graph: Graph, forward: Callable[[ForwardBatch], Tensor]) -> None:
         """Capture the forward over this bucket's buffers; they must hold an iteration."""
@@ -140,9 +142,8 @@ class _Bucket:
         if tables != self._tables:
             owned = [[*blocks[: self._width], *[0] * (self._width - len(blocks))] for blocks in tables]
             spare = [[self._spare_block] * self._width] * (self._rows - len(owned))
-            (table,) = unpack(
-                pack([torch.tensor(owned + spare, dtype=torch.int32)], pinned=self._pinned), [self._block_table]
-            )
+            blocks = torch.tensor(owned + spare, dtype=torch.int32, device="cpu")
+            (table,) = unpack(pack([blocks], pinned=self._pinned), [self._block_table])
             self._block_table.copy_(table, non_blocking=True)
             self._tables = tables
 

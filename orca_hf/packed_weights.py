@@ -212,7 +212,7 @@ def _factors(size: int) -> Tensor:
 
 @cache
 def _direction(size: int) -> Tensor:
-    return torch.randn(size, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    return torch.randn(size, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu")
 
 
 def _same(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> bool:

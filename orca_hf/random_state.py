@@ -35,7 +35,7 @@ def seeded(seed: int | None) -> Iterator[None]:
 def draw_seed(device: torch.device) -> int:
     """A seed from the default generator of `device`, which moves on."""
     generator = _default_generator(device)
-    return int(torch.randint(_NUM_SEEDS, (), generator=generator, device=device))
+    return int(torch.randint(_NUM_SEEDS, (), generator=generator, dtype=torch.int64, device=device))
 
 
 @contextmanager
@@ -89,7 +89,9 @@ class DefaultGenerator:
                 self._streams[0].set_state(self._start)
             else:
                 source = self._default if of_thread is None else torch.Generator(device).manual_seed(of_thread)
-                seeds = torch.randint(_NUM_SEEDS, (num_streams,), generator=source, device=device).tolist()
+                seeds = torch.randint(
+                    _NUM_SEEDS, (num_streams,), generator=source, dtype=torch.int64, device=device
+                ).tolist()
                 self._streams = [torch.Generator(device).manual_seed(each) for each in seeds]
 
     @contextmanager

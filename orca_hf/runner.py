@@ -157,7 +157,8 @@ class ModelRunner:
         states: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in self.pool.layers]
         for request in requests:
             positions = range(request.computed)
-            slots = torch.tensor([request.blocks[p // block_size] * block_size + p % block_size for p in positions])
+            places = [request.blocks[p // block_size] * block_size + p % block_size for p in positions]
+            slots = torch.tensor(places, dtype=torch.int64, device="cpu")
             for (keys, values), (module, key, value) in zip(states, self.pool.read(slots), strict=True):
                 if self.adapted:
                     key, value = native_kv(module, key, value)

@@ -185,7 +185,7 @@ class Generation:
             if self.streamer is not None:
                 with self._callers_mode():
                     for token in taken:
-                        self.streamer.put(torch.tensor([token]))
+                        self.streamer.put(torch.tensor([token], dtype=torch.long, device="cpu"))
         return accepted
 
     def want_probabilities(self, rows: list[int], probabilities: RowProbabilities) -> None:
@@ -333,7 +333,7 @@ class Generation:
         if self._ids is not None:
             return self._ids[:, : self.prompt_len + longest].clone()
         rows = [request.generated + [self._pad] * (longest - len(request.generated)) for request in self.requests]
-        new_tokens = torch.tensor(rows, device=self._input_ids.device)
+        new_tokens = torch.tensor(rows, dtype=torch.long, device=self._input_ids.device)
         return torch.cat([self._input_ids, new_tokens], dim=-1)
 
 

@@ -100,7 +100,7 @@ class SamplingOptions:
             token
             for criterion in self.criteria
             if type(criterion) is EosTokenCriteria
-            for token in torch.as_tensor(criterion.eos_token_id).reshape(-1).tolist()
+            for token in torch.as_tensor(criterion.eos_token_id, dtype=torch.long, device="cpu").reshape(-1).tolist()
         )
 
     @cached_property

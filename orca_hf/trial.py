@@ -76,7 +76,7 @@ def _make_requests(runner: ModelRunner) -> list[Request]:
 
 def _native_output(runner: ModelRunner, prompt: Sequence[int]) -> Any:
     """What the model's own forward makes of `prompt`, called as generate() calls it."""
-    input_ids = torch.tensor([prompt], device=runner.input_device)
+    input_ids = torch.tensor([prompt], dtype=torch.int64, device=runner.input_device)
     arguments: dict[str, Any] = {"input_ids": input_ids, "use_cache": True}
     if "position_ids" in runner.accepts:
         prepare: Callable[..., Tensor] = runner.model._prepare_position_ids_for_generation  # type: ignore[assignment]

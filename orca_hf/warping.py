@@ -33,7 +33,7 @@ def faster(warper: Warper) -> Warper:
 @lru_cache(maxsize=2)
 def _is_known(top_p: Callable[..., Tensor], kernels: compiled.Library) -> bool:
     """Whether transformers' warper does what is known of it: another release's, or what someone put there, may not."""
-    scores = torch.randn(3, 999, generator=torch.Generator("cpu").manual_seed(0), device="cpu") * 4
+    scores = torch.randn(3, 999, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu") * 4
     warpers = [TopPLogitsWarper(0.9), TopPLogitsWarper(0.3, filter_value=-1.0, min_tokens_to_keep=5)]
     return all(torch.equal(_TopP(each, kernels)(None, scores), top_p(each, None, scores)) for each in warpers)
 
@@ -116,5 +116,5 @@ def select_rows(logits: Tensor, rows: list[int]) -> Tensor:
     if rows == list(range(rows[0], stop)):
         return logits[rows[0] : stop]
     # An index on the host would be waited for until it is copied.
-    (index,) = upload([torch.tensor(rows, dtype=torch.int64)], logits.device)
+    (index,) = upload([torch.tensor(rows, dtype=torch.int64, device="cpu")], logits.device)
     return logits.index_select(0, index)

@@ -112,7 +112,7 @@ def selective_attention(
 
     if plan.sections is not None:
         return _decode_all(query, key_cache, value_cache, plan, plan.sections, scaling)
-    out = torch.empty(*query.shape[:2], value_cache.shape[2], dtype=query.dtype)
+    out = torch.empty(*query.shape[:2], value_cache.shape[2], dtype=query.dtype, device=query.device)
     if compiled is not None and plan.queries is not None:
         compiled.decode(
             query,
@@ -253,7 +253,7 @@ def _short_queries(batch: RaggedBatch) -> Tensor:
         if query_len <= _FEW:
             queries += [(row + i, request, kv_len - query_len + i + 1) for i in range(query_len)]
         row += query_len
-    return torch.tensor(queries, dtype=torch.int32).T.contiguous()
+    return torch.tensor(queries, dtype=torch.int32, device="cpu").T.contiguous()
 
 
 def _add_sections(plan: _Plan, num_slots: int) -> None:
@@ -322,13 +322,14 @@ def _add_biases(
     if not biased:
         return
     max_rows, max_kv_len = max(span.rows for span in biased), max(span.kv_len for span in biased)
-    p = torch.arange(max_kv_len - max_rows, max_kv_len)[:, None]
-    distance = torch.arange(max_kv_len)[None, :] - p
+    j = torch.arange(max_kv_len, dtype=torch.int64, device="cpu")
+    p = j[max_kv_len - max_rows :, None]
+    distance = j[None, :] - p
     hidden = distance > 0
     if sliding_window is not None:
         hidden |= distance <= -sliding_window
     if alibi_slopes is None:
-        matrix = torch.zeros(max_rows, max_kv_len, dtype=dtype)
+        matrix = torch.zeros(max_rows, max_kv_len, dtype=dtype, device="cpu")
     else:
         slopes = alibi_slopes.to(torch.promote_types(dtype, torch.float32)).view(num_kv_heads, -1, 1, 1)
         matrix = (slopes * distance).to(dtype)

@@ -72,7 +72,7 @@ class RaggedBatch:
                 table = self.first_blocks[:, None] + steps
             else:
                 rows = [[*blocks, *[0] * (width - len(blocks))] for blocks in self.blocks]
-                (table,) = upload([torch.tensor(rows, dtype=torch.int32)], self.kv_lens.device)
+                (table,) = upload([torch.tensor(rows, dtype=torch.int32, device="cpu")], self.kv_lens.device)
             self.scratch["block_table"] = table
         return cast("Tensor", table)
 
@@ -238,12 +238,12 @@ class RaggedBatch:
         num_requests = len(table)
         # One tensor, cut up: making one takes longer than a few numbers more in it.
         cu_seqlens_q, kv_lens_there, first_blocks = torch.tensor(
-            [0, *accumulate(query_lens), *kv_lens, *firsts], dtype=torch.int32
+            [0, *accumulate(query_lens), *kv_lens, *firsts], dtype=torch.int32, device="cpu"
         ).split_with_sizes([num_requests + 1, num_requests, len(firsts)])
         batch = cls(
             cu_seqlens_q=cu_seqlens_q,
             kv_lens=kv_lens_there,
-            slot_mapping=torch.tensor(slots, dtype=torch.int64),
+            slot_mapping=torch.tensor(slots, dtype=torch.int64, device="cpu"),
             first_blocks=first_blocks,
             blocks=tuple(table),
             block_size=block_size,
@@ -297,7 +297,7 @@ def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 def pack(tensors: Sequence[Tensor], *, pinned: bool) -> Tensor:
     """Returns the bytes of `tensors`, one after another, in new memory of the host, page-locked if `pinned`."""
     # Page-locked memory comes from PyTorch's cache, which keeps it until the copies that read it are done.
-    packed = torch.empty(sum(map(_aligned, tensors)), dtype=torch.uint8, pin_memory=pinned)
+    packed = torch.empty(sum(map(_aligned, tensors)), dtype=torch.uint8, device="cpu", pin_memory=pinned)
     for place, tensor in zip(unpack(packed, tensors), tensors, strict=True):
         place.copy_(tensor)
     return packed

@@ -51,8 +51,8 @@ def selective_attention(
         scores = scaling * (q @ k.transpose(1, 2))
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        p = torch.arange(kv_len - query_len, kv_len, device=query.device)[:, None]
-        j = torch.arange(kv_len, device=query.device)[None, :]
+        j = torch.arange(kv_len, dtype=torch.int64, device=query.device)[None, :]
+        p = j.T[kv_len - query_len :]
         if alibi_slopes is not None:
             scores = scores + alibi_slopes.to(compute_dtype)[:, None, None] * (j - p)
         visible = j <= p
@@ -84,7 +84,7 @@ def bounded_decodes(
     compute_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     num_requests, num_heads, _ = query.shape
     group = num_heads // key_cache.shape[1]
-    j = torch.arange(batch.max_kv_len, device=query.device)[None, :]
+    j = torch.arange(batch.max_kv_len, dtype=torch.int64, device=query.device)[None, :]
     p = batch.kv_lens[:, None] - 1
     slots = batch.block_table.to(torch.int64)[:, j[0] // batch.block_size] * batch.block_size + j % batch.block_size
     visible = j <= p
@@ -112,6 +112,6 @@ def bounded_decodes(
 
 def request_slots(batch: RaggedBatch, index: int) -> Tensor:
     """Returns (kv_len,) int64: the slots of one request's K/V, in order of position."""
-    positions = torch.arange(batch.kv_lens_host[index], device=batch.block_table.device)
+    positions = torch.arange(batch.kv_lens_host[index], dtype=torch.int64, device=batch.block_table.device)
     blocks = batch.block_table[index].to(torch.int64)[positions // batch.block_size]
     return blocks * batch.block_size + positions % batch.block_size

@@ -41,8 +41,8 @@ class LogitBias(LogitsProcessor):
     """
 
     def __init__(self, biases: Mapping[int, float], vocab_size: int, device: torch.device) -> None:
-        self.bias = torch.zeros(vocab_size, device=device)
-        self.bias[list(biases)] = torch.tensor(list(biases.values()), device=device)
+        self.bias = torch.zeros(vocab_size, dtype=torch.float32, device=device)
+        self.bias[list(biases)] = torch.tensor(list(biases.values()), dtype=torch.float32, device=device)
 
     def __call__(self, input_ids: LongTensor, scores: FloatTensor) -> FloatTensor:
         """(num_rows, known) tokens and (num_rows, vocab_size) scores to scores."""

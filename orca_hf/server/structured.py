@@ -108,11 +108,11 @@ class GrammarProcessor(LogitsProcessor):
 
     def _allowed(self, vocab_size: int) -> Tensor:
         """(vocab_size,) bool."""
-        allowed = torch.zeros(vocab_size, dtype=torch.bool)
+        allowed = torch.zeros(vocab_size, dtype=torch.bool, device="cpu")
         if self._matcher.is_stopped():
             allowed[self._eos_token_ids] = True
             return allowed
         packed = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
-        bits = (packed.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)) & 1
+        bits = (packed.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device="cpu")) & 1
         allowed[:] = bits.flatten()[:vocab_size].bool()
         return allowed

@@ -24,7 +24,7 @@ class TokenLogprobs(NamedTuple):
 def token_logprobs(logits: Tensor, tokens: list[int], num_top: int) -> list[TokenLogprobs]:
     """The log-probabilities of `tokens` under `logits`: (len(tokens), vocab_size)."""
     logprobs = torch.log_softmax(logits.float(), dim=-1)
-    chosen = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0].tolist()
+    chosen = logprobs.gather(1, torch.tensor(tokens, dtype=torch.long, device=logprobs.device)[:, None])[:, 0].tolist()
     values, ids = logprobs.topk(min(num_top, logprobs.shape[1]), dim=-1)
     return [
         TokenLogprobs(logprob, tuple(zip(row_ids, row_values, strict=True)))

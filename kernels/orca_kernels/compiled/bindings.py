@@ -143,7 +143,7 @@ class Library:
     def pack(self, weight: Tensor) -> Tensor:
         """Lay a weight (num_out, num_in), contiguous, out for `linear`; new memory, of about its size."""
         words = _words(weight)
-        packed = torch.empty(self._packed_size(*words.shape))
+        packed = _empty(self._packed_size(*words.shape))
         self._pack(words.data_ptr(), *words.shape, packed.data_ptr())
         return packed
 
@@ -153,7 +153,7 @@ class Library:
         All in one of `LINEAR_DTYPES`; in bfloat16 sums are in float32, and rounded once.
         """
         flat = _words(_flatten(rows))
-        out = torch.empty(*rows.shape[:-1], num_out, dtype=rows.dtype)
+        out = _empty(*rows.shape[:-1], num_out, dtype=rows.dtype)
         self._linear[rows.dtype](
             flat.data_ptr(),
             flat.stride(0),
@@ -170,7 +170,7 @@ class Library:
     def pack_gated(self, gate: Tensor, up: Tensor) -> Tensor:
         """Lay two weights (num_out, num_in), contiguous, out for `gated`; new memory, of about their size."""
         gate, up = _words(gate), _words(up)
-        packed = torch.empty(self._gated_size(*gate.shape))
+        packed = _empty(self._gated_size(*gate.shape))
         self._pack_gated(gate.data_ptr(), up.data_ptr(), *gate.shape, packed.data_ptr())
         return packed
 
@@ -181,7 +181,7 @@ class Library:
         bfloat16 each of the two products, the activation and the result are rounded.
         """
         flat = _words(_flatten(rows))
-        out = torch.empty(*rows.shape[:-1], num_out, dtype=rows.dtype)
+        out = _empty(*rows.shape[:-1], num_out, dtype=rows.dtype)
         self._gated[rows.dtype](
             flat.data_ptr(),
             flat.stride(0),
@@ -198,7 +198,7 @@ class Library:
     def rms_norm(self, rows: Tensor, norm: RmsNorm) -> Tensor:
         """`rows / rms(rows) * (offset + weight)`, (..., size) to the same."""
         flat = _flatten(rows)
-        out = torch.empty(rows.shape)
+        out = _empty(*rows.shape)
         self._rms_norm(
             flat.data_ptr(),
             flat.stride(0),
@@ -240,8 +240,8 @@ class Library:
         flat = _flatten(rows)
         num_rows, num_in = flat.shape
         head_dim = cos.shape[1]
-        out = torch.empty(num_rows, sum(num_heads), head_dim)
-        normed = out if norm is None else torch.empty(num_rows, num_in)
+        out = _empty(num_rows, sum(num_heads), head_dim)
+        normed = out if norm is None else _empty(num_rows, num_in)
         self._attention_inputs(
             flat.data_ptr(),
             flat.stride(0),
@@ -294,8 +294,8 @@ class Library:
             (num_rows, size).
         """
         num_rows, size = rows.shape
-        scratch = torch.empty(num_rows * (2 * size + down.num_in))
-        out = torch.empty(num_rows, size)
+        scratch = _empty(num_rows * (2 * size + down.num_in))
+        out = _empty(num_rows, size)
         self._layer_outputs(
             attended.data_ptr(),
             rows.data_ptr(),
@@ -324,7 +324,7 @@ class Library:
         Returns:
             (num_rows,) int64: the sums of the words, taken as unsigned, times their factors, modulo 2^64.
         """
-        out = torch.empty(words.shape[0], dtype=torch.int64)
+        out = _empty(words.shape[0], dtype=torch.int64)
         self._fingerprint(words.data_ptr(), factors.data_ptr(), out.data_ptr(), *words.shape, torch.get_num_threads())
         return out
 
@@ -359,7 +359,7 @@ class Library:
             (num_rows,) int64; None, and the generator stays, where that would raise an error.
         """
         state = generator.get_state()
-        tokens = torch.empty(probs.shape[0], dtype=torch.int64)
+        tokens = _empty(probs.shape[0], dtype=torch.int64)
         if state.numel() != _GENERATOR_BYTES:
             return None
         if not self._draw(probs.data_ptr(), state.data_ptr(), tokens.data_ptr(), *probs.shape):
@@ -381,8 +381,8 @@ class Library:
         Returns:
             (num_rows, size) and, of (num_rows,) bool, which rows it has: not those in which a rounding would decide.
         """
-        out = torch.empty(scores.shape)
-        is_done = torch.empty(len(scores), dtype=torch.bool)
+        out = _empty(*scores.shape)
+        is_done = _empty(len(scores), dtype=torch.bool)
         self._top_p(
             scores.data_ptr(),
             out.data_ptr(),
@@ -443,6 +443,11 @@ class Library:
             None if alibi_slopes is None else alibi_slopes.data_ptr(),
             torch.get_num_threads(),
         )
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Memory for a result: on the CPU, and of that dtype, whatever the user's defaults are."""
+    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def _bytes_apart(rows: Tensor, element_size: int) -> tuple[int, int, int]:
