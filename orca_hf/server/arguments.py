@@ -63,6 +63,13 @@ def _add_limits(group: Any) -> None:
         help="after which a client that does not read its stream loses it (default: 120)",
     )  # fmt: skip
     group.add_argument("--max-body-bytes", type=_positive, default=4 * 2**20, help="of a request (default: 4 MiB)")
+    group.add_argument(
+        "--strict", action="store_true", help="refuse requests with unknown fields, which are otherwise logged"
+    )
+    group.add_argument(
+        "--no-special-tokens-in-text", dest="special_tokens_in_text", action="store_false",
+        help="the text of a special token, such as an end of turn, stays text where a client writes it",
+    )  # fmt: skip
 
 
 def _positive(text: str) -> int:

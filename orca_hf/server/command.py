@@ -54,6 +54,8 @@ def run_serve(given: Namespace, write: Callable[[str], object]) -> int:
             max_open=given.max_num_seqs + given.max_queue,
             max_per_client=given.max_requests_per_key,
             max_body_bytes=given.max_body_bytes,
+            special_tokens_in_text=given.special_tokens_in_text,
+            strict=given.strict,
             default_max_tokens=given.default_max_tokens,
             stall_timeout=given.stall_timeout,
             grace=given.grace,

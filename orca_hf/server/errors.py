@@ -80,19 +80,56 @@ def add_error_handlers(app: FastAPI) -> None:
 
     async def malformed(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return error_response(_validation_error(error.errors()))
+        # FastAPI's places begin with where in the request a value stood: the body, the query.
+        faults = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]
+        return error_response(validation_error(faults))
 
     app.add_exception_handler(HTTPException, known)
     app.add_exception_handler(RequestValidationError, malformed)
 
 
-def _validation_error(errors: Sequence[Any]) -> ApiError:
-    first = errors[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
+def validation_error(faults: Sequence[Any]) -> ApiError:
+    """The first of pydantic's errors: where it is, what is allowed there, what was given."""
+    first = faults[0]
     if first["type"] == "json_invalid":
         return bad_request(f"The body is not JSON: {first['ctx']['error']}.")
-    if first["type"] == "extra_forbidden":
-        return bad_request(f"Unrecognized request argument supplied: {place[-1]}", place[-1], "unknown_parameter")
-    param = place[0] if place else None  # what follows are pydantic's words for alternatives
-    # The value itself stays out: it may be long, secret or no text at all.
-    return bad_request(f"{param or 'body'}: {first['msg']}", param)
+    place = _place(first["loc"])
+    if first["type"] == "missing":
+        return bad_request(f"{place or 'The body'} is required, and is missing.", place or None)
+    message = first["msg"]
+    if first["type"].startswith(("model_", "dict_")):  # which speak of Python's types
+        message = "Input should be a JSON object"
+    given = "" if first["type"] == "no_text" else f"; got {_shown(first['input'])}"  # which says it itself
+    return bad_request(f"{place or 'The body'}: {message}{given}.", place or None)
+
+
+def _place(loc: Sequence[int | str]) -> str:
+    """As JavaScript writes it: messages[3].content."""
+    place = ""
+    for part in loc:
+        if isinstance(part, int):
+            place += f"[{part}]"
+        elif not part.startswith("<") and part != "[key]":  # words for one of several forms, and pydantic's own
+            place += f".{part[:64]}" if place else part[:64]
+    return place
+
+
+def _shown(value: Any) -> str:
+    """What was given, if it is short and says nothing that a log should not have; else what kind of thing it is."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return str(value)
+    if isinstance(value, int):
+        return str(value) if value.bit_length() <= 64 else f"a number of {value.bit_length()} bits"
+    if isinstance(value, str):
+        return f"a text of {_count(len(value), 'character')}"
+    if isinstance(value, list):
+        return f"a list of {_count(len(value), 'item')}"
+    return "an object"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

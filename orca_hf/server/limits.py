@@ -117,7 +117,7 @@ class Guard:
         scope["client_name"] = (scope.get("client") or ("unknown",))[0]
         if self._digests and scope["path"] not in _OPEN_PATHS:
             scheme, _, key = headers.get("authorization", "").partition(" ")
-            # The bytes that were sent, without HTTP's white space; str.strip() would take parts of UTF-8 characters too.
+            # The bytes that were sent, without HTTP's white space; str.strip() would take parts of characters too.
             digest = _digest(key.strip(" \t").encode("latin-1"))
             # Every key is compared, each in constant time: how long it takes says nothing about any.
             fits = [hmac.compare_digest(digest, own) for own in self._digests]
@@ -126,6 +126,8 @@ class Guard:
                 challenge = {"WWW-Authenticate": "Bearer"}
                 raise ApiError(401, message, code="invalid_api_key", headers=challenge)
             scope["client_name"] = f"key {fits.index(True)}"
+        if scope["method"] == "POST":
+            _check_type(scope, headers)
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length[:20]) > self._max_body_bytes:
             raise self._too_large()
@@ -145,6 +147,25 @@ class Guard:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"The body is larger than {self._max_body_bytes} bytes.", code="body_too_large")
+
+
+def _check_type(scope: Scope, headers: Headers) -> None:
+    """JSON is what a body without a type is taken for, but not from a browser.
+
+    There a page of anybody's may send a body of no type, of text or of a form to any address without asking, and only
+    application/json makes the browser ask first.
+
+    Raises:
+        ApiError: The body is of another type.
+    """
+    given = headers.get("content-type")
+    if given is None and "origin" not in headers and "sec-fetch-site" not in headers:
+        scope["headers"] = [*scope["headers"], (b"content-type", b"application/json")]
+        return
+    kind = (given or "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        said = "no type" if given is None else f"the type {kind[:64]!r}"
+        raise ApiError(400, f"The body has {said}. Send JSON, with the header 'Content-Type: application/json'.")
 
 
 def _digest(key: bytes) -> bytes:

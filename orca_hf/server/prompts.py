@@ -5,48 +5,97 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from orca_hf.server.errors import bad_request
+from orca_hf.server.errors import ApiError, bad_request
+from orca_hf.server.plain_text import PlainText
 from orca_hf.server.protocol import CompletionRequest, Message
 
-
-def completion_prompts(tokenizer: PreTrainedTokenizerBase, request: CompletionRequest) -> list[list[int]]:
-    """The prompts of a completion: one or several, as text or as tokens."""
-    given = request.prompt
-    several: list[Any] = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
-    return [prompt if isinstance(prompt, list) else encode(tokenizer, prompt) for prompt in several]
+_MAX_WORDS = 500  # characters of a template's error, which may quote all that it was given
 
 
-def num_prompts(request: CompletionRequest) -> int:
-    """How many prompts a completion has."""
-    given = request.prompt
-    return len(given) if isinstance(given, list) and not isinstance(given[0], int) else 1
+class Prompts:
+    """Makes the token ids of prompts, for one model.
 
-
-def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    """The tokens of a text."""
-    return list(tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
-
-
-def chat_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
-    """The tokens that the model's chat template makes of `messages`, up to where the answer begins.
-
-    Raises:
-        ApiError: There is no template, or it refuses these messages.
+    Args:
+        tokenizer: The model's.
+        vocab_size: Token ids that the model takes.
+        special_tokens_in_text: Whether the text of a special token becomes that token where a client writes it.
     """
-    if not tokenizer.chat_template:
-        raise bad_request("This model has no chat template; use /v1/completions.", "messages")
-    conversation = [_as_dict(message) for message in messages]
-    try:
-        text = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
-    except (jinja2.TemplateError, TypeError, ValueError) as error:
-        raise bad_request(f"The model's chat template refuses these messages: {error}", "messages") from error
-    assert isinstance(text, str)
-    return encode(tokenizer, text, add_special_tokens=False)  # the template writes them
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, special_tokens_in_text: bool = True
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._plain = None if special_tokens_in_text else PlainText(tokenizer)
+
+    def of_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of a text."""
+        if self._plain is not None:
+            return self._plain.encode(text, add_special_tokens=add_special_tokens)
+        return list(self._tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
+
+    def of_completion(self, prompt: str | list[int], index: int | None) -> list[int]:
+        """The tokens of one of a completion's prompts.
+
+        Args:
+            prompt: Text or tokens.
+            index: Which one; None where there is one that is not in a list.
+
+        Raises:
+            ApiError: It has no tokens, or one that the model does not have.
+        """
+        place = "prompt" if index is None else f"prompt[{index}]"
+        tokens = prompt if isinstance(prompt, list) else self.of_text(prompt)
+        if not tokens:
+            words = "The prompt" if index is None else place
+            raise bad_request(f"{words} has no tokens; give at least one (for instance the BOS token).", place)
+        if (largest := max(tokens)) >= self._vocab_size:
+            last = self._vocab_size - 1
+            raise bad_request(f"{place} has token id {largest}, but the model's vocabulary is 0 to {last}.", place)
+        return tokens
+
+    def of_chat(self, messages: list[Message]) -> list[int]:
+        """The tokens that the model's chat template makes of `messages`, up to where the answer begins.
+
+        Raises:
+            ApiError: There is no template, or it refuses these messages.
+        """
+        if not self._tokenizer.chat_template:
+            raise bad_request("This model has no chat template; use /v1/completions.", "messages")
+        conversation = [_as_dict(message) for message in messages]
+        if self._plain is not None:
+            return self._plain.of_chat(conversation, self._render)
+        # Special tokens are the template's to write.
+        return self.of_text(self._render(conversation), add_special_tokens=False)
+
+    def _render(self, conversation: list[dict[str, str]]) -> str:
+        try:
+            text: Any = self._tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # a template is a program of the model's, and fails in any way on what it is given
+            raise _refused(error) from error
+        assert isinstance(text, str)
+        return text
+
+
+def completion_prompts(request: CompletionRequest) -> list[tuple[str | list[int], int | None]]:
+    """A completion's prompts, one or several, each as text or as tokens, with its place in the list if it is in one."""
+    given: Any = request.prompt
+    if isinstance(given, list) and not isinstance(given[0], int):
+        return [(prompt, i) for i, prompt in enumerate(given)]
+    return [(given, None)]
+
+
+def _refused(error: Exception) -> ApiError:
+    # Of other errors it matters too what they are: a KeyError says nothing but the key.
+    words = str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
+    shown = words if len(words) <= _MAX_WORDS else words[:_MAX_WORDS] + "..."
+    return bad_request(f"The model's chat template refuses these messages: {shown}", "messages")
 
 
 def _as_dict(message: Message) -> dict[str, str]:
-    """The form that templates know: contents as one text."""
+    """The form that templates know: contents as one text, and of the rest what was given."""
     content = message.content
     text = content if isinstance(content, str) else "".join(part.text for part in content or ())
-    named = {} if message.name is None else {"name": message.name}
-    return {"role": message.role, "content": text, **named}
+    rest = {name: getattr(message, name) for name in ("name", "reasoning_content", "tool_call_id")}
+    given = {name: value for name, value in rest.items() if value is not None}
+    return {"role": message.role, "content": text or message.refusal or "", **given}

@@ -16,7 +16,7 @@ from orca_hf.server.limits import Limits, Ticket
 from orca_hf.server.logprobs import Logprob, TokenTexts, as_logprob
 from orca_hf.server.metrics import Metrics
 from orca_hf.server.options import Options, OptionsReader, max_new_tokens
-from orca_hf.server.prompts import chat_prompt, completion_prompts, num_prompts
+from orca_hf.server.prompts import Prompts, completion_prompts
 from orca_hf.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from orca_hf.server.settings import ServerSettings
 from orca_hf.server.structured import Grammars
@@ -52,6 +52,7 @@ class Service:
         self.texts = TokenTexts(tokenizer)
         vocab_size = model.config.get_text_config().vocab_size
         self.options = OptionsReader(model, vocab_size, Grammars(tokenizer, vocab_size, _eos_token_ids(model)))
+        self.prompts = Prompts(tokenizer, vocab_size, special_tokens_in_text=settings.special_tokens_in_text)
         self._device = input_device(model)
         self._running: set[Answers] = set()
         self._is_over = False
@@ -85,7 +86,8 @@ class Service:
         """
         self.check_model(request.model)
         options = self.options.read(request)
-        num_answers = options.num_answers * (num_prompts(request) if isinstance(request, CompletionRequest) else 1)
+        num_prompts = len(completion_prompts(request)) if isinstance(request, CompletionRequest) else 1
+        num_answers = options.num_answers * num_prompts
         ticket = self.limits.admit(client, num_answers)
         try:
             prompts, answers = await self.prepare(self._submit, request, options)
@@ -138,10 +140,10 @@ class Service:
     def _submit(self, request: GenerationRequest, options: Options) -> tuple[list[list[int]], list[Answer]]:
         """Prompts, and an answer for each that is wanted, on its way in the engine."""
         if isinstance(request, ChatRequest):
-            prompts = [chat_prompt(self.tokenizer, request.messages)]
+            prompts = [self.prompts.of_chat(request.messages)]
         else:
             assert isinstance(request, CompletionRequest)
-            prompts = completion_prompts(self.tokenizer, request)
+            prompts = [self.prompts.of_completion(*each) for each in completion_prompts(request)]
         limits = self.settings.max_model_len, self.settings.default_max_tokens
         lengths = [max_new_tokens(request, prompt, *limits) for prompt in prompts]
         answers: list[Answer] = []

@@ -17,6 +17,8 @@ class ServerSettings:
         max_open: Answers that run or wait at once.
         max_per_client: Requests at once of one key, or of one address where there are no keys.
         max_body_bytes: Of a request.
+        special_tokens_in_text: Whether the text of a special token becomes that token where a client writes it.
+        strict: Whether requests with unknown fields are refused; otherwise these are logged.
         default_max_tokens: Longest answer of a chat that does not say how long it may be.
         stall_timeout: Seconds for which a client may read nothing of a stream that is there for it.
         grace: Seconds that running requests get when the server is told to stop.
@@ -32,6 +34,8 @@ class ServerSettings:
     max_open: int = 1024
     max_per_client: int = 256
     max_body_bytes: int = 4 * 2**20
+    special_tokens_in_text: bool = True
+    strict: bool = False
     default_max_tokens: int = 1024
     stall_timeout: float = 120.0
     grace: float = 30.0

@@ -306,7 +306,7 @@ def test_texts_and_tokens_go_both_ways(served):
 
 
 WRONG = {
-    "an unknown option": ({"beams": 4}, "Unrecognized request argument supplied: beams"),
+    "an option of others": ({"num_beams": 4}, "num_beams: This server does not search with beams"),
     "beams by another name": ({"best_of": 4}, "best_of is 4, but must equal n"),
     "a suffix": ({"suffix": "x"}, "suffix is not supported"),
     "a temperature": ({"temperature": 3}, "temperature: Input should be less than or equal to 2"),
