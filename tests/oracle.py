@@ -38,7 +38,7 @@ def outcome(call: Callable[[], Any], seed: int = 0) -> Outcome:
         result = call()
     except Exception as error:
         result = error
-    return Outcome(result, torch.rand(1).item())
+    return Outcome(result, torch.rand(1, dtype=torch.float32, device="cpu").item())
 
 
 def num_iterations(model: PreTrainedModel) -> int:
