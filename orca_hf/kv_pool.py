@@ -1,5 +1,6 @@
 """The K and V tensors of every layer, and how many slots they may have."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,10 +59,9 @@ class KVPool:
         """
         found = self._layers.get((module, call))
         if found is None:
-            # Uninitialised on purpose: no slot is read before it is written, and untouched pages cost no memory.
             try:
                 found = self._layers[module, call] = LayerCache(
-                    key.new_empty((self.num_slots, *key.shape[1:])), value.new_empty((self.num_slots, *value.shape[1:]))
+                    _reserve((self.num_slots, *key.shape[1:]), key), _reserve((self.num_slots, *value.shape[1:]), value)
                 )
             except (RuntimeError, MemoryError) as error:  # torch's out-of-memory errors are RuntimeErrors
                 self._layers.clear()
@@ -103,6 +103,16 @@ class KVPool:
         for layer in self._layers.values():
             needs[layer.key.device] = needs.get(layer.key.device, 0) + layer.bytes_per_slot
         return needs
+
+
+def _reserve(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Memory of that shape, of the dtype and device of `like`, that nobody has touched.
+
+    No slot is read before it is written, and untouched pages cost no memory. PyTorch would fill a tensor that it makes
+    where the user asks for deterministic algorithms, but never a storage.
+    """
+    storage = torch.UntypedStorage(math.prod(shape) * like.element_size(), device=like.device)
+    return like.new_empty(0).set_(storage, 0, shape)
 
 
 def choose_num_slots(config: OrcaConfig, bytes_per_slot: dict[torch.device, int], max_request_len: int | None) -> int:

@@ -1,5 +1,8 @@
 """Promises of the K/V pool: sized from free memory by the stated rule, shaped by what each layer really makes."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -69,3 +72,28 @@ def test_a_layer_that_changes_its_mind_is_refused(changed):
     pool.layer(module, torch.zeros(1, 2, 4), torch.zeros(1, 2, 4))
     with pytest.raises(UnsupportedError):
         pool.layer(module, changed, torch.zeros(1, 2, 4))
+
+
+# Run in a process of its own, whose greatest memory is the pool's alone.
+RESERVE = """
+import resource, torch
+from torch import nn
+from orca_hf.kv_pool import KVPool
+
+torch.use_deterministic_algorithms(True)
+pool, layer = KVPool(2**20), nn.Identity()
+state = torch.ones(1, 2, 64)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+cache = pool.layer(layer, state, state)
+cache.key[123_456] = state[0]
+assert cache.key.shape == (2**20, 2, 64) and cache.key.is_contiguous() and torch.equal(cache.key[123_456], state[0])
+print(pool.num_bytes, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere ru_maxrss is in another unit")
+def test_memory_that_no_token_has_is_not_touched_where_pytorch_fills_what_it_allocates():
+    run = subprocess.run([sys.executable, "-c", RESERVE], capture_output=True, text=True, check=True)
+    reserved, touched = map(int, run.stdout.split())
+    assert reserved == 2**30
+    assert touched < 2**26
