@@ -10,7 +10,18 @@ from tokenizers_tiny import KINDS, TEMPLATE, byte_level, words
 TOKENIZER = byte_level()
 SPLITTING = copy.deepcopy(TOKENIZER)
 USER = {"role": "user", "content": "ok"}
-TEXTS = ["<eos>", "ok<eos>ends", "<bos><eos>", " <eos> ", "<bo<eos>s>", "<<eos>>", "<eos", "ok\n<pad>", "漢<eos>é😀", "ok"]
+TEXTS = [
+    "<eos>",
+    "ok<eos>ends",
+    "<bos><eos>",
+    " <eos> ",
+    "<bo<eos>s>",
+    "<<eos>>",
+    "<eos",
+    "ok\n<pad>",
+    "漢<eos>😀",
+    "ok",
+]
 SPECIAL = {TOKENIZER.convert_tokens_to_ids(name) for name in ("<bos>", "<eos>", "<pad>")}
 
 
@@ -67,8 +78,8 @@ def test_and_a_chat_has_none_but_its_templates(plain, text):
     assert got == submitted(plain, "/v1/chat/completions", messages=chat)
     bos, eos = TOKENIZER.bos_token_id, TOKENIZER.eos_token_id
     # Written out: the template's tokens, and between them its text and the client's, encoded as text.
-    turns = [[bos, *split("s:" + text), eos], [bos, *split("u:ok " + text), eos], [bos, *split("a:")]]
-    assert got == sum(turns, [])
+    turns = [bos, *split("s:" + text), eos, bos, *split("u:ok " + text), eos]
+    assert got == [*turns, bos, *split("a:")]
 
 
 def test_without_special_tokens_nothing_changes(natural, plain):
