@@ -1,12 +1,15 @@
 """The app: routes, and what surrounds them."""
 
+import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -22,13 +25,19 @@ from orca_hf.server.protocol import ChatRequest, CompletionRequest, DetokenizeRe
 from orca_hf.server.service import Service
 from orca_hf.server.settings import ServerSettings
 from orca_hf.server.text import decode
+from orca_hf.server.warm_up import WarmUp, ended
 from orca_hf.serving import ServingEngine
 
 logger = logging.getLogger(__name__)
 
 
 def make_app(
-    engine: ServingEngine, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: ServerSettings
+    engine: ServingEngine,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: ServerSettings,
+    *,
+    warm_up: Callable[[str], object] | None = None,
 ) -> FastAPI:
     """The ASGI app of one engine, which it drives from its start to its end.
 
@@ -37,29 +46,34 @@ def make_app(
         model: The engine's.
         tokenizer: The model's.
         settings: The operator's.
+        warm_up: Takes the lines that tell of a warm-up, after which the server is ready; None for none.
 
     Returns:
         The app; its `state.service` is what answers requests.
     """
     service = Service(engine, model, tokenizer, settings)
+    warming = WarmUp(service, warm_up)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         with engine.serving():
+            task = asyncio.create_task(warming.run())
             yield
             service.stop_running()
+            await ended(task)
         service.close()
 
     # The interactive pages would load scripts from elsewhere.
     app = FastAPI(title="orca-hf", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.router.redirect_slashes = False  # to a name that the client says, in its Host header
     app.state.service = service
     extras = ExtraFields(strict=settings.strict)
     add_error_handlers(app)
     _add_openai_routes(app, service, extras)
     _add_tokenizer_routes(app, service, extras)
-    _add_operator_routes(app, service)
+    _add_operator_routes(app, service, warming)
     app.add_middleware(Guard, api_keys=settings.api_keys, hosts=settings.hosts, max_body_bytes=settings.max_body_bytes)
-    app.add_middleware(_Outermost, metrics=service.metrics)
+    app.add_middleware(_Outermost, service=service)
     return app
 
 
@@ -112,7 +126,7 @@ def _add_tokenizer_routes(app: FastAPI, service: Service, extras: ExtraFields) -
         return {"prompt": await service.prepare(decode, service.tokenizer, body.tokens)}
 
 
-def _add_operator_routes(app: FastAPI, service: Service) -> None:
+def _add_operator_routes(app: FastAPI, service: Service, warming: WarmUp) -> None:
     @app.get("/health")
     async def health() -> dict[str, str]:
         if not service.engine.is_healthy():
@@ -123,6 +137,9 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
     async def ready() -> dict[str, str]:
         if service.limits.closing or not service.engine.is_healthy():
             raise ApiError(503, "The server takes no requests.", code="not_ready")
+        if warming.state != "over":
+            words = "is warming up" if warming.state == "running" else "could not warm up; its log says why"
+            raise ApiError(503, f"The server {words}.", code="not_ready", headers={"Retry-After": "1"})
         return {"status": "ready"}
 
     @app.get("/metrics")
@@ -142,16 +159,20 @@ def _add_operator_routes(app: FastAPI, service: Service) -> None:
 
 
 class _Outermost:
-    """Counts responses, and answers what failed in an unforeseen way.
+    """Counts responses, answers what failed in an unforeseen way, and HEAD as GET: its body the server leaves out.
 
-    Left to the server, that would end the connection, under the feet of a client's next request.
+    Left to the server, a failure would end the connection, under the feet of a client's next request.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
-        self._metrics = metrics
+        self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         has_begun = False
 
         async def counted(message: Message) -> None:
@@ -159,14 +180,24 @@ class _Outermost:
             if message["type"] == "http.response.start":
                 has_begun = True
                 # Unknown routes together: a client must not be able to make up labels.
-                route = getattr(scope.get("route"), "path", "other")
-                self._metrics.answered(route, message["status"])
+                route = getattr(inner.get("route"), "path", "other")
+                self._service.metrics.answered(route, message["status"])
+                kind = Headers(raw=message["headers"]).get("content-type", "")
+                scope["is_event_stream"] = kind.startswith("text/event-stream")  # for the connection
             await send(message)
 
         try:
-            await self._app(scope, receive, counted)
+            await self._app(inner, receive, counted)
+        except ClientDisconnect:
+            return  # there is nobody to tell
+        except asyncio.CancelledError:
+            if has_begun or not self._service.limits.closing:
+                raise
+            # The server ends the tasks that outlast its grace; what they prepared nobody will run.
+            error = ApiError(503, "The server is shutting down.", code="shutting_down")
+            await error_response(error)(scope, receive, counted)
         except Exception as error:
-            if has_begun or scope["type"] != "http":
+            if has_begun:
                 raise
             answer = as_api_error(error)
             if answer.status_code == 500:

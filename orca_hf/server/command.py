@@ -17,6 +17,7 @@ from orca_hf.config import OrcaConfig
 from orca_hf.errors import CheckpointError, ConfigError
 from orca_hf.runner import max_positions
 from orca_hf.server.app import make_app
+from orca_hf.server.http import HttpConfig
 from orca_hf.server.keys import check_api_keys
 from orca_hf.server.settings import ServerSettings
 
@@ -60,7 +61,7 @@ def run_serve(given: Namespace, write: Callable[[str], object]) -> int:
             stall_timeout=given.stall_timeout,
             grace=given.grace,
         )
-        app = make_app(engine, model, tokenizer, settings)
+        app = make_app(engine, model, tokenizer, settings, warm_up=write)
         listener.listen()  # who has read the next line and comes before the loop runs waits in the kernel
         write(f"Serving {settings.model_names[0]} on http://{_address(listener)}")
         try:
@@ -83,10 +84,11 @@ class Server(uvicorn.Server):
         self.service = app.state.service
         self.grace = settings.grace
         super().__init__(
-            uvicorn.Config(
+            HttpConfig(
                 app,
+                max_connections=settings.max_connections,
+                client_timeout=settings.client_timeout,
                 log_level=log_level,
-                server_header=False,
                 timeout_graceful_shutdown=math.ceil(settings.grace + _LAST_WORDS),
             )
         )

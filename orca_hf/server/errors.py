@@ -5,6 +5,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
@@ -76,7 +77,8 @@ def add_error_handlers(app: FastAPI) -> None:
     """Every way in which a request fails, in OpenAI's form."""
 
     async def known(request: Request, error: Exception) -> JSONResponse:
-        return error_response(as_api_error(error))
+        assert isinstance(error, HTTPException)
+        return error_response(error if isinstance(error, ApiError) else _no_such_route(request, error))
 
     async def malformed(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
@@ -86,6 +88,17 @@ def add_error_handlers(app: FastAPI) -> None:
 
     app.add_exception_handler(HTTPException, known)
     app.add_exception_handler(RequestValidationError, malformed)
+
+
+def _no_such_route(request: Request, error: HTTPException) -> ApiError:
+    """Starlette's error for an address or a method that no route has, in words that say what is there."""
+    path = repr(request.url.path[:200])
+    allowed = Headers(error.headers).get("allow", "another method")
+    words = {
+        404: f"There is nothing at {path}. /openapi.json says what there is.",
+        405: f"{request.method} is not allowed at {path}, but {allowed}.",
+    }
+    return ApiError(error.status_code, words.get(error.status_code, str(error.detail)), headers=error.headers)
 
 
 def validation_error(faults: Sequence[Any]) -> ApiError:

@@ -19,6 +19,8 @@ class ServerSettings:
         max_body_bytes: Of a request.
         special_tokens_in_text: Whether the text of a special token becomes that token where a client writes it.
         strict: Whether requests with unknown fields are refused; otherwise these are logged.
+        max_connections: At once; one that waits for its client makes room for a new one.
+        client_timeout: Seconds that a client gets for a request's head, and for each piece of its body.
         default_max_tokens: Longest answer of a chat that does not say how long it may be.
         stall_timeout: Seconds for which a client may read nothing of a stream that is there for it.
         grace: Seconds that running requests get when the server is told to stop.
@@ -36,6 +38,8 @@ class ServerSettings:
     max_body_bytes: int = 4 * 2**20
     special_tokens_in_text: bool = True
     strict: bool = False
+    max_connections: int = 2048
+    client_timeout: float = 30.0
     default_max_tokens: int = 1024
     stall_timeout: float = 120.0
     grace: float = 30.0
