@@ -14,12 +14,23 @@ from pydantic import (
     Field,
     StringConstraints,
     Tag,
+    ValidationInfo,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+
+
+def _not_too_long(value: Any, info: ValidationInfo) -> Any:
+    """Refuses what cannot fit before each of its tokens is looked at; how many can be is the operator's to say."""
+    limit = (info.context or {}).get("max_tokens")
+    if limit is not None and isinstance(value, list) and len(value) > limit:
+        raise PydanticCustomError("too_long", "Input should have at most {limit} tokens", {"limit": limit})
+    return value
+
+
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), BeforeValidator(_not_too_long)]
 # A constraint, even an empty one, is what makes pydantic look whether a string is text: half a surrogate pair is none.
 Text = Annotated[str, StringConstraints(min_length=0)]
 Name = Annotated[str, StringConstraints(max_length=256)]
@@ -28,6 +39,7 @@ Finite = {"allow_inf_nan": False}
 
 _INTEGER = re.compile(r"-?[0-9]{1,20}")
 
+MAX_BIASES = 1024
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 
@@ -61,12 +73,14 @@ def _as_token_biases(value: Any) -> Any:
     """OpenAI's token ids are the keys of a JSON object, and so text."""
     if not isinstance(value, dict):
         return value
+    if len(value) > MAX_BIASES:  # before each is judged: pydantic notes the faults of all
+        raise PydanticCustomError("too_long", "Input should have at most {limit} tokens", {"limit": MAX_BIASES})
     given = _without_nulls(value)
     return {int(key) if isinstance(key, str) and _INTEGER.fullmatch(key) else key: given[key] for key in given}
 
 
 Bias = Annotated[float, Field(ge=-100, le=100, **Finite)]
-LogitBias = Annotated[dict[TokenId, Bias], BeforeValidator(_as_token_biases), Field(max_length=1024)]
+LogitBias = Annotated[dict[TokenId, Bias], BeforeValidator(_as_token_biases), Field(max_length=MAX_BIASES)]
 Stops = Annotated[
     Annotated[StopString, Tag(_TEXT)]
     | Annotated[list[StopString], Field(max_length=64, fail_fast=True), Tag(_LIST)],
@@ -244,4 +258,4 @@ class DetokenizeRequest(Fields):
     """`POST /detokenize`."""
 
     model: Name | None = None
-    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True), BeforeValidator(_not_too_long)]
