@@ -96,3 +96,18 @@ def attention_context(context: AttentionContext) -> Iterator[AttentionContext]:
         yield context
     finally:
         _context.reset(token)
+
+
+@contextmanager
+def no_iteration() -> Iterator[None]:
+    """Have this thread's attention be the user's within the block, also in the middle of an iteration."""
+    token = _context.set(None)
+    try:
+        yield
+    finally:
+        _context.reset(token)
+
+
+def leave_iteration() -> None:
+    """This thread runs no iteration any more, wherever one was interrupted."""
+    _context.set(None)

@@ -1,9 +1,7 @@
 """Which attention a config names: Orca's for the length of an iteration, the user's at all other times and threads."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -13,10 +11,10 @@ from orca_hf.attention_context import current_context
 IMPLEMENTATION = "orca"
 
 # Held while names are exchanged: models of several engines may share a config.
-_naming = Lock()
+NAMING = RLock()
 if hasattr(os, "register_at_fork"):
     # So that no child finds it held by a thread that it does not have.
-    os.register_at_fork(before=_naming.acquire, after_in_parent=_naming.release, after_in_child=_naming.release)
+    os.register_at_fork(before=NAMING.acquire, after_in_parent=NAMING.release, after_in_child=NAMING.release)
 
 
 class _OrcaName(str):
@@ -27,13 +25,13 @@ class _OrcaName(str):
     """
 
     original: str | None
-    uses: int  # iterations that run under this name: models may share a config
+    users: set[int]  # who runs iterations under this name: models may share a config
 
     def __new__(cls, original: str | None) -> "_OrcaName":
         """Takes the place of `original`."""
         name = super().__new__(cls, IMPLEMENTATION)
         name.original = original
-        name.uses = 0
+        name.users = set()
         return name
 
     def __eq__(self, other: object) -> bool:
@@ -55,25 +53,25 @@ def _identity(value: Any) -> Any:
     return value
 
 
-@contextmanager
-def orca_attention(configs: tuple[PretrainedConfig, ...]) -> Iterator[None]:
-    """Let `configs` name Orca's attention within the block; a model's own config comes before its parts'."""
-    names: list[tuple[PretrainedConfig, _OrcaName]] = []
-    try:
-        with _naming:
-            for config in configs:
-                current = config._attn_implementation
-                name = current if isinstance(current, _OrcaName) else _OrcaName(current)
-                name.uses += 1
-                names.append((config, name))
-                _set_attention(config, name)
-        yield
-    finally:
-        with _naming:
-            for config, name in names:
-                name.uses -= 1
-                # A name that the user has set meanwhile stays.
-                if name.uses == 0 and config._attn_implementation is name:
+def name_orca(configs: tuple[PretrainedConfig, ...], user: object) -> None:
+    """Let `configs` name Orca's attention, for `user`; a model's own config comes before its parts'."""
+    with NAMING:
+        for config in configs:
+            current = config._attn_implementation
+            name = current if isinstance(current, _OrcaName) else _OrcaName(current)
+            name.users.add(id(user))
+            _set_attention(config, name)
+
+
+def name_users(configs: tuple[PretrainedConfig, ...], user: object) -> None:
+    """Let `configs` name the user's attention again, unless others than `user` need Orca's; may be called again."""
+    with NAMING:
+        for config in configs:
+            name = config._attn_implementation
+            # A name that the user has set meanwhile stays.
+            if isinstance(name, _OrcaName):
+                name.users.discard(id(user))
+                if not name.users:
                     _set_attention(config, name.original)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode
 
 from orca_hf.errors import UnsupportedError
 
@@ -37,6 +37,12 @@ class BatchInvariantProducts(TorchDispatchMode):
         if func in _UNSUPPORTED:
             raise UnsupportedError(f"deterministic=True does not know how to run {func}")
         return func(*args, **(kwargs or {}))
+
+
+def leave_batch_invariance() -> None:
+    """Leave blocks of `BatchInvariantProducts` that an interruption has kept from being left."""
+    while isinstance(_get_current_dispatch_mode(), BatchInvariantProducts):
+        _pop_mode()
 
 
 def _in_pieces(product: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:

@@ -19,12 +19,10 @@ class Calls:
     The engine's lock is held around all of it but `abandon`.
 
     Attributes:
-        num_submitted: How many of them have a listener.
         ended: Done, and their listeners, whose streamers run a user's code, not told yet.
     """
 
     def __init__(self) -> None:
-        self.num_submitted = 0
         self.ended: deque[Generation] = deque()
         self._live: dict[Generation, int] = {}  # by arrival, with their numbers
         self._num_entered = 0
@@ -39,22 +37,28 @@ class Calls:
     def __len__(self) -> int:
         return len(self._live)
 
+    @property
+    def has_submitted(self) -> bool:
+        """Whether any of them has a listener."""
+        return any(generation.listener is not None for generation in tuple(self._live))
+
     def enter(self, generation: Generation) -> None:
         """A call has been submitted to the scheduler."""
         self._live[generation] = number = self._num_entered
         self._num_entered += 1
-        self.num_submitted += generation.listener is not None
         if generation.deadline is not None:
             self._timed[number] = generation
             heappush(self._due, (generation.deadline, number))
 
     def leave(self, generation: Generation) -> bool:
-        """A call is done; False if it has left before."""
-        number = self._live.pop(generation, None)
+        """A call is done; False if it has left before, or never came."""
+        number = self._live.get(generation)
         if number is None:
             return False
-        self.num_submitted -= generation.listener is not None
+        if generation.streamer is not None and generation.listener is not None:
+            self.ended.append(generation)  # before it is forgotten, so that no interruption makes it forgotten only
         self._timed.pop(number, None)
+        del self._live[generation]
         return True
 
     def abandon(self, generation: Generation) -> None:

@@ -26,6 +26,9 @@ class OrcaConfig:
             few requests run; a number guesses as many always, and 0 never.
         free_when_idle: Give the K/V memory and packed weights back whenever the last running request is done. Slower
             for many small calls; for a process that trains in between.
+        trust_modules: Names of Python modules and packages, such as ("my_project", "__main__"), whose code may run
+            inside the model by Orca: it treats each token by itself, and writes no weights. A model whose modules or
+            patches come from elsewhere than known libraries goes native without that.
         cuda_graphs: Replay iterations in which every request computes one token from CUDA graphs, captured over the
             model's own modules. Not yet run on a device, hence off; without effect on other devices.
     """
@@ -39,6 +42,7 @@ class OrcaConfig:
     deterministic: bool = False
     num_speculative_tokens: int | None = None
     free_when_idle: bool = False
+    trust_modules: tuple[str, ...] = ()
     cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
@@ -60,6 +64,11 @@ class OrcaConfig:
         fraction = self.memory_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction < 1:
             raise ConfigError(f"memory_fraction is {fraction!r}, but must be a number between 0 and 1, both excluded.")
+        trusted = self.trust_modules
+        if not isinstance(trusted, tuple) or not all(isinstance(name, str) and name for name in trusted):
+            raise ConfigError(
+                f"trust_modules is {trusted!r}, but must be a tuple of Python modules' names, such as ('my_project',)."
+            )
         for name in ("pack_weights", "deterministic", "free_when_idle", "cuda_graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, but must be True or False.")

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerationMode
 
+from orca_hf.attention_name import user_implementation
 from orca_hf.model_eligibility import autocast_state
 from orca_hf.runner import max_positions, uses_interface
 
@@ -109,6 +110,8 @@ def input_reasons(
         if not bool((attention_mask == 1).all()):
             own_length = int((attention_mask != 0).sum(dim=1).max())
             reasons += _mask_reasons(attention_mask)
+            if _overflows_at_padding(model):
+                reasons.append("natively the mask of padded rows overflows in float64, and their logits are NaN")
     if max_length is not None:
         limit = max_positions(model)
         # Attention code of a model's own may have tables as long as its positions, which it reads at padding too.
@@ -118,6 +121,12 @@ def input_reasons(
         beyond = [words for limit, words in _length_limits(model).items() if max_length > limit]
         reasons += [f"rows may grow beyond {words}" for words in beyond]
     return reasons
+
+
+def _overflows_at_padding(model: PreTrainedModel) -> bool:
+    """Whether native attention adds the least float64 to a score where a row has nothing but padding to look at."""
+    is_checked = uses_interface(model) and user_implementation(model.config.get_text_config()) == "sdpa"
+    return model.dtype is torch.float64 and not is_checked
 
 
 def _mask_reasons(attention_mask: Tensor) -> list[str]:

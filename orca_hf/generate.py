@@ -5,13 +5,14 @@ official seam, `custom_generate`, then calls us in place of the decoding loop.
 """
 
 import copy
+import functools
 import inspect
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 from weakref import WeakSet
 
@@ -20,10 +21,13 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerationMixin, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from orca_hf.attention_context import current_context, no_iteration
 from orca_hf.config import OrcaConfig
 from orca_hf.eligibility import GENERATE_KEYWORDS, call_reasons, input_reasons, output_reasons, prepared_reasons
 from orca_hf.engines import Engine
 from orca_hf.errors import OrcaError, UnsupportedError
+from orca_hf.interruption import outermost
+from orca_hf.known_code import KnownCode
 from orca_hf.model_eligibility import (
     autocast_state,
     model_reasons,
@@ -39,6 +43,8 @@ from orca_hf.work import Work
 
 logger = logging.getLogger(__name__)
 
+_INSIDE = "generate() is called from inside a running call: a processor, criterion, streamer, hook or signal handler"
+
 
 class OrcaGenerate:
     """A model's generate(), run by iteration-level scheduling. Set on the instance by `orca_hf.wrap`.
@@ -49,20 +55,23 @@ class OrcaGenerate:
     Args:
         model: The model it belongs to.
         config: The settings.
+        own: What stood in its place on the instance, if anything did.
     """
 
     engine_type: type[Engine] = Engine
 
-    def __init__(self, model: PreTrainedModel, config: OrcaConfig) -> None:
+    def __init__(self, model: PreTrainedModel, config: OrcaConfig, own: Callable[..., Any] | None = None) -> None:
         self.model = model
         self.config = config
+        self.own = own
         self._reset()
 
     def _reset(self) -> None:
         # An engine for each autocast the model is called under: K/V made under different ones must not meet.
         self._engines: dict[Any, Engine] = {}
         self._unsupported: dict[Any, tuple[Any, str]] = {}  # the structure that could not be run, and why
-        self._lock = threading.Lock()  # guards the two
+        self._lock = threading.RLock()  # guards the two
+        self._known = KnownCode(self.config.trust_modules)
         self._logged: set[str] = set()
         self.work = Work()
         self.num_native = 0  # calls that went to the native path
@@ -70,21 +79,56 @@ class OrcaGenerate:
 
     @property
     def __signature__(self) -> inspect.Signature:
+        if self._calls_own:
+            assert self.own is not None
+            return inspect.signature(self.own)
         return _signature_of(type(self.model).generate)  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"model": self.model, "config": self.config}
+        return {"model": self.model, "config": self.config, "own": self.own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.model = state["model"]
         self.config = state["config"]
+        self.own = state["own"]
         self._reset()
+
+    def model_state(self) -> dict[str, Any]:
+        """The state of the model, whose `__getstate__` this is while it is wrapped.
+
+        What `copy.copy` makes shares everything with the model, this object too, which could not tell whose
+        `generation_config` is meant. So a shallow copy is not wrapped.
+        """
+        state = dict(self.model.__dict__)
+        if sys._getframe(1).f_code is copy.copy.__code__:
+            _take_off(state, self.own)
+        return state
+
+    def put_on(self) -> None:
+        """Take the place of the model's generate()."""
+        self.model.__dict__.update(generate=self, __getstate__=self.model_state)
+
+    def take_off(self) -> None:
+        """Leave the model as `put_on` found it."""
+        self.release()
+        _take_off(self.model.__dict__, self.own)
 
     def __repr__(self) -> str:
         return f"OrcaGenerate({type(self.model).__name__}, {self.config})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """generate() of the wrapped model: same arguments, same result, same errors."""
+        return outermost(lambda: self._call(args, kwargs), (self._lock,))
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._is_inside():
+            with no_iteration():  # a signal's handler runs in the middle of a forward, too
+                self._log_native([_INSIDE])
+                return self._native(*args, **kwargs)
+        if self._calls_own:
+            self._log_native(["the model has a generate() of its own"])
+            return self._native(*args, **kwargs)
+        args, kwargs = self._with_own(args, kwargs)
         arguments = self._bind(args, kwargs)
         modules = all_modules(self.model)  # one walk for all who look at them
         reasons, generation_config = self._reasons(arguments, modules)
@@ -100,7 +144,9 @@ class OrcaGenerate:
 
     def explain(self, **kwargs: Any) -> list[str]:
         """Every reason why a call with these arguments goes to the native path; empty if Orca runs it."""
-        arguments = self._bind((), kwargs)
+        if self._calls_own:
+            return ["the model has a generate() of its own"]
+        arguments = self._bind(*self._with_own((), kwargs))
         modules = all_modules(self.model)
         reasons, generation_config = self._reasons(arguments, modules)
         input_ids = arguments.get("inputs")
@@ -132,15 +178,17 @@ class OrcaGenerate:
         Raises:
             Exception: Whatever such a call raises before its first forward.
         """
-        arguments = self._bind((), kwargs)
+        arguments = self._bind(*self._with_own((), kwargs))
         modules = all_modules(self.model)
         reasons, merged = self._reasons(arguments, modules)
+        if self._calls_own:
+            reasons.append("the model has a generate() of its own")
         engine = None
         if not reasons:
             engine, reasons = self._find_engine(modules)
         if engine is not None:
             reasons = output_reasons(merged, engine.runner.has_native_cache)
-        if reasons and not _can_be_looked_at(self.model, arguments, merged):
+        if reasons and (self._calls_own or not _can_be_looked_at(self.model, arguments, merged)):
             return Preparation(None, reasons, merged, None)
         has_streamer = arguments.get("streamer") is not None
         if has_streamer:
@@ -163,8 +211,7 @@ class OrcaGenerate:
     def warm_up(self) -> None:
         """Make the engine that a call would want, so that the first one need not wait for the model's trial."""
         modules = all_modules(self.model)
-        reasons = model_reasons(self.model, modules) + module_reasons(modules) + training_reasons(self.model, modules)
-        if not reasons:
+        if not self._model_reasons(modules):
             self._find_engine(modules)
 
     def run_natively(self, reasons: list[str], **kwargs: Any) -> Any:
@@ -187,7 +234,39 @@ class OrcaGenerate:
     @property
     def _native(self) -> Callable[..., Any]:
         """The model's own generate(), bound to it."""
+        if self._calls_own:
+            assert self.own is not None
+            return self.own
         return type(self.model).generate.__get__(self.model)  # type: ignore[attr-defined]
+
+    @property
+    def _calls_own(self) -> bool:
+        """Whether the instance had a generate() that is more than its class's with some arguments filled in."""
+        return self.own is not None and self._filled_in is None
+
+    @property
+    def _filled_in(self) -> "functools.partial[Any] | None":
+        """What the instance had, if it is its class's generate() with some arguments filled in."""
+        own = self.own
+        if not isinstance(own, functools.partial):
+            return None
+        function = own.func
+        if isinstance(function, OrcaGenerate):  # a model that was wrapped when they were filled in
+            return own if function.model is self.model and function.own is None else None
+        is_class_own = getattr(function, "__func__", None) is type(self.model).generate  # type: ignore[attr-defined]
+        return own if is_class_own and getattr(function, "__self__", None) is self.model else None
+
+    def _with_own(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        filled_in = self._filled_in
+        return (args, kwargs) if filled_in is None else ((*filled_in.args, *args), {**filled_in.keywords, **kwargs})
+
+    def _is_inside(self) -> bool:
+        """Whether this thread is inside an iteration, a trial or a change of an engine's state."""
+        return (
+            current_context() is not None
+            or self._lock._is_owned()  # type: ignore[attr-defined]
+            or any(engine.driven_by_this_thread for engine in self._engines.copy().values())
+        )
 
     def _private(self, name: str) -> Callable[..., Any]:
         """A method of GenerationMixin that is not part of its public interface."""
@@ -201,8 +280,14 @@ class OrcaGenerate:
     def _reasons(self, arguments: dict[str, Any], modules: tuple[nn.Module, ...]) -> tuple[list[str], GenerationConfig]:
         options = {name: value for name, value in arguments["kwargs"].items() if name not in GENERATE_KEYWORDS}
         merged, _ = self._private("_prepare_generation_config")(arguments.get("generation_config"), **options)
-        reasons = model_reasons(self.model, modules) + module_reasons(modules) + training_reasons(self.model, modules)
-        return reasons + call_reasons(self.model, arguments, merged), merged
+        return self._model_reasons(modules) + call_reasons(self.model, arguments, merged), merged
+
+    def _model_reasons(self, modules: tuple[nn.Module, ...]) -> list[str]:
+        return [
+            *model_reasons(self.model, modules),
+            *module_reasons(modules, self._known),
+            *training_reasons(self.model, modules),
+        ]
 
     def _log_native(self, reasons: list[str]) -> None:
         with self._lock:
@@ -214,11 +299,11 @@ class OrcaGenerate:
 
     def _find_engine(self, modules: tuple[nn.Module, ...]) -> tuple[Engine | None, list[str]]:
         autocast = autocast_state(self.model)
-        if any(engine.driven_by_this_thread for engine in self.engines):
-            return None, ["generate() is called from inside a processor, criterion or streamer of a running call"]
+        if self._is_inside():
+            return None, [_INSIDE]
         with self._lock:
             engine = self._engines.get(autocast)
-            if engine is not None and engine.idle and engine.runner.is_stale(modules):
+            if engine is not None and engine.runner.is_stale(modules):
                 engine = None  # whoever still runs on it holds it; its memory goes when they are done
             if engine is not None:
                 return engine, []
@@ -267,7 +352,9 @@ class OrcaGenerate:
         )
         if reasons:
             return None, reasons
-        call = PreparedCall(engine, input_ids, attention_mask, logits_processor, stopping_criteria, generation_config)
+        call = PreparedCall(
+            engine, input_ids, attention_mask, logits_processor, stopping_criteria, generation_config, self._known
+        )
         return call, call.reasons(has_streamer)
 
     def _prepare_and_run(self, engine: Engine, call: dict[str, Any]) -> Any:
@@ -348,11 +435,19 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_start_anew)
 
 
-@cache
+@functools.cache
 def _signature_of(generate: Callable[..., Any]) -> inspect.Signature:
     """A method's signature, bound."""
     signature = inspect.signature(generate)
     return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+def _take_off(state: dict[str, Any], own: Callable[..., Any] | None) -> None:
+    """Have a model's state be that of a model that is not wrapped."""
+    for name in ("generate", "__getstate__"):
+        state.pop(name, None)
+    if own is not None:
+        state["generate"] = own
 
 
 def _end(streamer: Streamer | None) -> None:

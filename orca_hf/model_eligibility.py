@@ -10,6 +10,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_manage
 
 from orca_hf.adapters import find_adapter
 from orca_hf.attention_name import IMPLEMENTATION
+from orca_hf.known_code import KnownCode, places
 from orca_hf.known_forwards import autocast_of_forward, is_own_forward
 from orca_hf.patches import StandIn, attention_configs
 from orca_hf.runner import input_device, uses_interface
@@ -34,6 +35,8 @@ _HARMLESS_PREPARE_INPUTS = frozenset({
 })  # fmt: skip
 # Hooks that transformers leaves in a model change no value: they record outputs, or mark them for gradients.
 _HARMLESS_HOOKS = "transformers."
+# Where accelerate has the hooks that move inputs and weights between devices, and do nothing else.
+_MOVING_HOOKS = "accelerate.hooks"
 
 
 def model_reasons(model: PreTrainedModel, modules: tuple[nn.Module, ...]) -> list[str]:
@@ -83,11 +86,12 @@ def _is_known_loop_method(method: Any, name: str) -> bool:
     )
 
 
-def module_reasons(modules: tuple[nn.Module, ...]) -> list[str]:
+def module_reasons(modules: tuple[nn.Module, ...], known: KnownCode) -> list[str]:
     """What a user has hung into one of a model's `modules` that would see a flat row of tokens instead of a batch."""
     everywhere = nn.modules.module
     if _foreign_hooks(everywhere._global_forward_hooks) or _foreign_hooks(everywhere._global_forward_pre_hooks):
         return ["a forward hook is registered for all modules"]
+    weights_only: set[nn.Module] = set()
     for module in modules:
         # Most have none, and every call asks all of them.
         hooks = module._forward_hooks or module._forward_pre_hooks
@@ -96,20 +100,37 @@ def module_reasons(modules: tuple[nn.Module, ...]) -> list[str]:
         if module._compiled_call_impl is not None:
             # A compiler would trace Orca's attention too, and anew for every shape of an iteration.
             return [f"a {type(module).__name__} is compiled"]
+        if isinstance(module, nn.utils.parametrize.ParametrizationList):
+            weights_only.update(module.modules())  # they are given weights, never rows
         forward = module.__dict__.get("forward")
         if forward is None or isinstance(forward, StandIn):
             continue
-        # accelerate moves inputs and weights between devices that way, and nothing else; but in an adapted module it
-        # would have the adapter's place.
-        is_moved = hasattr(module, "_hf_hook") and find_adapter(module) is None
+        # In an adapted module, accelerate's forward would have the adapter's place.
+        is_moved = _is_moved(module, known) and find_adapter(module) is None
         # Trainers wrap the forward of the whole model.
         if not (is_moved or (module is modules[0] and is_own_forward(module))):
             return [f"a {type(module).__name__} has a forward of its own"]
-    return []
+    unknown = known.unknown_in(module for module in modules if module not in weights_only)
+    if unknown is None:
+        return []
+    advice = "which may look at more than one token at a time; if not, vouch for it by OrcaConfig(trust_modules=...)"
+    return [f"{unknown} is code of your own, {advice}"]
+
+
+def _is_moved(module: nn.Module, known: KnownCode) -> bool:
+    """Whether a module's forward is accelerate's, around its class's own and one of accelerate's own hooks."""
+    hook = getattr(module, "_hf_hook", None)
+    hooks = getattr(hook, "hooks", (hook,))
+    if any(type(each).__module__ != _MOVING_HOOKS or not known.is_known(each) for each in (hook, *hooks)):
+        return False
+    own = getattr(module, "_old_forward", None)
+    if getattr(own, "__func__", own) is not type(module).forward:
+        return False
+    return all(place == _MOVING_HOOKS for place in places(module.__dict__["forward"])[:1])
 
 
 def _foreign_hooks(hooks: Mapping[int, Any]) -> bool:
-    return any(not str(getattr(hook, "__module__", None)).startswith(_HARMLESS_HOOKS) for hook in hooks.values())
+    return any(not all(place.startswith(_HARMLESS_HOOKS) for place in places(hook)) for hook in hooks.values())
 
 
 def quantization_reasons(model: PreTrainedModel, modules: tuple[nn.Module, ...]) -> list[str]:

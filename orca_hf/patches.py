@@ -1,21 +1,24 @@
 """What is changed in the user's model for the length of an iteration, and undone after it.
 
-Plain attribute writes on modules and configs, microseconds each way. Between iterations the model is the user's.
+Plain attribute writes on modules and configs, microseconds each way. Between iterations the model is the user's. Each
+write is noted before it is made, and can be undone twice, so that an interruption anywhere leaves nothing behind.
 """
 
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import partial
-from threading import Lock
-from typing import Any
+from threading import RLock
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from orca_hf.attention_name import orca_attention, restore_attention
+from orca_hf.attention_name import NAMING, name_orca, name_users, restore_attention
 from orca_hf.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from orca_hf.interruption import Lock
 
 
 def all_modules(model: nn.Module) -> tuple[nn.Module, ...]:
@@ -53,13 +56,13 @@ class StandIn:
         module: The module in which it stands.
     """
 
-    __slots__ = ("module", "uses")
+    __slots__ = ("module", "users")
 
     optional = True  # the iteration is right without it, only slower
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.uses = 0  # iterations that run under it: models may share a module
+        self.users: set[int] = set()  # who runs iterations under it: models may share a module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
@@ -71,10 +74,10 @@ class StandIn:
 
 # A model is changed by one iteration at a time, whoever runs it: another engine under autocast, or the engine of a
 # wrapping that has just been replaced.
-_locks: WeakKeyDictionary[PreTrainedModel, Lock] = WeakKeyDictionary()
-_locks_lock = Lock()
+_locks: WeakKeyDictionary[PreTrainedModel, "Lock"] = WeakKeyDictionary()
+_locks_lock = RLock()
 # Held while forwards are exchanged: models of several engines may share a module.
-_exchanging = Lock()
+_exchanging = RLock()
 if hasattr(os, "register_at_fork"):
     # A child has none of the threads that hold one of the locks.
     for _lock in (_locks_lock, _exchanging):
@@ -82,40 +85,66 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_locks.clear)
 
 
-def model_lock(model: PreTrainedModel) -> Lock:
-    """The lock to hold around `iteration_patches` and the forward."""
+def model_lock(model: PreTrainedModel) -> "Lock":
+    """The lock to hold around a forward of `model` that is not to meet an iteration's."""
     with _locks_lock:
-        return _locks.setdefault(model, Lock())
+        found: Lock = _locks.get(model)
+        if found is None:
+            found = _locks[model] = RLock()
+        return found
 
 
-@contextmanager
-def iteration_patches(configs: tuple[PretrainedConfig, ...], stand_ins: Iterable[StandIn]) -> Iterator[None]:
-    """Switch the model to Orca's attention, and modules to their stand-ins, within the block.
+def forget_lock(model: PreTrainedModel) -> None:
+    """Have the next who asks get a new lock: the thread that holds this one has left."""
+    with _locks_lock:
+        _locks.pop(model, None)
 
-    Raises:
-        UnsupportedError: A forward of the user's is where a stand-in must be.
+
+def patching_locks(model: PreTrainedModel) -> tuple["Lock", ...]:
+    """Every lock that a thread takes while it runs an iteration on `model`."""
+    return model_lock(model), _locks_lock, _exchanging, NAMING
+
+
+class IterationPatches:
+    """What one runner's iterations change in a model: its attention's name, and the forwards of some modules.
+
+    Args:
+        configs: Of the model, its own before its parts'.
     """
-    standing: list[StandIn] = []
-    with orca_attention(configs):
-        try:
-            with _exchanging:
-                for stand_in in stand_ins:
-                    # nn.Module.__setattr__ would look the name up among parameters and buffers first: ten times slower.
-                    found = stand_in.module.__dict__.setdefault("forward", stand_in)
-                    if isinstance(found, StandIn):
-                        found.uses += 1
-                        standing.append(found)
-                    elif not stand_in.optional:
-                        raise UnsupportedError(f"a {type(stand_in.module).__name__} has a forward of its own")
-            yield
-        finally:
-            with _exchanging:
-                for stand_in in standing:
-                    stand_in.uses -= 1
-                    own = stand_in.module.__dict__
-                    # A forward that the user has set meanwhile stays.
-                    if stand_in.uses == 0 and own.get("forward") is stand_in:
-                        del own["forward"]
+
+    def __init__(self, configs: tuple[PretrainedConfig, ...]) -> None:
+        self._configs = configs
+        self._standing: list[StandIn] = []
+
+    def apply(self, stand_ins: Iterable[StandIn]) -> None:
+        """Switch the model to Orca's attention, and modules to their stand-ins; `undo` must follow, also an error.
+
+        Raises:
+            UnsupportedError: A forward of the user's is where a stand-in must be.
+        """
+        name_orca(self._configs, self)
+        with _exchanging:
+            for stand_in in stand_ins:
+                # nn.Module.__setattr__ would look the name up among parameters and buffers first: ten times slower.
+                found = stand_in.module.__dict__.get("forward", stand_in)
+                if isinstance(found, StandIn):
+                    self._standing.append(found)  # before it stands, so that it is undone wherever this ends
+                    found.users.add(id(self))
+                    found.module.__dict__.setdefault("forward", found)
+                elif not stand_in.optional:
+                    raise UnsupportedError(f"a {type(stand_in.module).__name__} has a forward of its own")
+
+    def undo(self) -> None:
+        """Leave the model as it is the user's; does nothing where there is nothing to undo."""
+        with _exchanging:
+            for stand_in in self._standing:
+                stand_in.users.discard(id(self))
+                own = stand_in.module.__dict__
+                # A forward that the user has set meanwhile stays.
+                if not stand_in.users and own.get("forward") is stand_in:
+                    del own["forward"]
+            self._standing.clear()
+        name_users(self._configs, self)
 
 
 def undo_patches(model: PreTrainedModel) -> None:

@@ -8,6 +8,8 @@ from transformers.generation import GenerateDecoderOnlyOutput, MaxLengthCriteria
 
 from orca_hf.engines import Engine
 from orca_hf.errors import TokenIdError, UnsupportedError
+from orca_hf.interruption import always
+from orca_hf.known_code import KnownCode
 from orca_hf.runner import CACHE_FIELD, dummy_layers
 from orca_hf.sampling import Generation, Streamer
 from orca_hf.sampling_options import SamplingOptions
@@ -29,8 +31,10 @@ class PreparedCall:
         logits_processor: Any,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
+        known: KnownCode,
     ) -> None:
         self.engine = engine
+        self._known = known
         self.input_ids = input_ids
         self.prompts = _own_tokens(input_ids, attention_mask)
         self.generation_config = generation_config
@@ -57,7 +61,7 @@ class PreparedCall:
             TokenIdError: A row has a token that the model has no embedding for.
             CapacityError: One of its rows could never hold its slots.
         """
-        _check_token_ids(self.prompts, self.engine.runner.vocab_size)
+        _check_token_ids(self.input_ids, self.engine.runner.vocab_size)
         max_new_tokens = self.options.max_new_tokens(self.input_ids.shape[1])
         self.fits = self.engine.fits_at_once([len(prompt) for prompt in self.prompts], max_new_tokens)
         if self.fits or not self.options.must_lockstep(len(self.prompts), has_streamer):
@@ -69,7 +73,18 @@ class PreparedCall:
         num_rows = len(self.prompts)
         lockstep = self.options.must_lockstep(num_rows, streamer is not None)
         lockstep |= self.fits and self.options.wants_lockstep(num_rows)
-        return Generation(self.input_ids, self.prompts, self.options, streamer=streamer, lockstep=lockstep, seed=seed)
+        has_foreign_code = not all(map(self._known.is_known, (*self.options.processors, *self.options.criteria)))
+        has_foreign_streamer = streamer is not None and not self._known.is_known(streamer)
+        return Generation(
+            self.input_ids,
+            self.prompts,
+            self.options,
+            streamer=streamer,
+            lockstep=lockstep,
+            seed=seed,
+            has_foreign_streamer=has_foreign_streamer,
+            runs_users_code=has_foreign_streamer or has_foreign_code,
+        )
 
     def run(self, streamer: Streamer | None) -> Tensor | GenerateDecoderOnlyOutput:
         """Serve it to its end, and return what generate() returns.
@@ -78,11 +93,12 @@ class PreparedCall:
             BaseException: Whatever ended it; `has_tokens` says whether there were tokens by then.
         """
         generation = self.generation(streamer)
-        try:
-            self.engine.run(generation)
-        finally:
+
+        def close() -> None:
             self.has_tokens = any(request.generated for request in generation.requests)
             generation.close(discard=isinstance(generation.error, UnsupportedError) and not self.has_tokens)
+
+        always(lambda: self.engine.run(generation), close)
         if not self.generation_config.return_dict_in_generate:
             return generation.sequences()
         fields: dict[str, Any] = {
@@ -104,14 +120,15 @@ def _own_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[i
     return [row[len(row) - length :] for row, length in zip(rows, lengths, strict=True)]
 
 
-def _check_token_ids(prompts: list[list[int]], vocab_size: int) -> None:
-    for row, prompt in enumerate(prompts):
-        if min(prompt) < 0 or max(prompt) >= vocab_size:
-            wrong = next(token for token in prompt if not 0 <= token < vocab_size)
-            raise TokenIdError(
-                f"Row {row} has token id {wrong}, but the model's vocabulary is 0 to {vocab_size - 1}; is this the "
-                "model's own tokenizer?"
-            )
+def _check_token_ids(input_ids: Tensor, vocab_size: int) -> None:
+    """Refuse what the model has no embedding for; at padding too, where native generate() looks it up as well."""
+    wrong = (input_ids < 0) | (input_ids >= vocab_size)
+    if bool(wrong.any()):
+        row, place = wrong.nonzero()[0].tolist()
+        raise TokenIdError(
+            f"Row {row} has token id {int(input_ids[row, place])}, but the model's vocabulary is 0 to "
+            f"{vocab_size - 1}; is this the model's own tokenizer?"
+        )
 
 
 def max_length_of(criteria: StoppingCriteriaList) -> int | None:

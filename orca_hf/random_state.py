@@ -15,6 +15,7 @@ _NUM_SEEDS = 2**62
 # States of default generators that a running call has taken as its own, so that no two calls draw the same numbers.
 _taken: list[Tensor] = []
 _lock = threading.RLock()  # a user's code, which may draw in turn, runs under it
+LOCKS = (_lock,)
 _seed: ContextVar[int | None] = ContextVar("orca_seed", default=None)
 if hasattr(os, "register_at_fork"):
     # Held over a fork, so that no child finds it taken by a thread that it does not have; nor do calls of such go on.
@@ -46,6 +47,21 @@ def reseeded(seed: int) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def kept(device: torch.device) -> Iterator[None]:
+    """Leave the default generators of the CPU and of `device` after the block as they were before it."""
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        generators.append(_default_generator(device))
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            if not torch.equal(generator.get_state(), state):
+                generator.set_state(state)
+
+
 class DefaultGenerator:
     """A private continuation of a device's default generator.
 
@@ -69,6 +85,7 @@ class DefaultGenerator:
         self._closed = False
         self._shared = shared
         self._own = seed is not None
+        self._outside: Tensor | None = None  # the default generator's state while a stream is in its place
         of_thread = _seed.get()
         with _lock:
             self._start = self._default.get_state()
@@ -102,7 +119,7 @@ class DefaultGenerator:
             return
         stream = self._streams[0]
         with _lock:
-            outside = self._default.get_state()
+            self._outside = self._default.get_state()
             self._default.set_state(stream.get_state())
             self._streams = [self._default]
             try:
@@ -110,7 +127,8 @@ class DefaultGenerator:
             finally:
                 stream.set_state(self._default.get_state())
                 self._streams = [stream]
-                self._default.set_state(outside)
+                self._default.set_state(self._outside)
+                self._outside = None
 
     def draw(self, probs: Tensor, stream: int = 0) -> Tensor:
         """(num_rows, vocab_size) probabilities to (num_rows,) tokens."""
@@ -123,15 +141,18 @@ class DefaultGenerator:
             discard: Leave it as it was at the start instead: the draws count for nothing.
         """
         with _lock:
+            if self._outside is not None:  # `in_place` was interrupted
+                self._default.set_state(self._outside)
+            self._outside = None
             if self._closed:
                 return
-            self._closed = True
             if self._shared and discard and not self._own:
                 self._default.set_state(self._start)
             if self._follows:
-                _taken[:] = [state for state in _taken if state is not self._start]
                 if not discard and torch.equal(self._default.get_state(), self._start):
                     self._default.set_state(self._streams[0].get_state())
+                _taken[:] = [state for state in _taken if state is not self._start]
+            self._closed = True
 
 
 def _default_generator(device: torch.device) -> torch.Generator:

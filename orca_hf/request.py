@@ -85,6 +85,14 @@ class Request:
         """Whether it is over, in whichever way."""
         return self.state >= RequestState.FINISHED
 
+    def reset(self) -> None:
+        """Be as before it was submitted, but for its tokens: their K/V are to be computed anew, in other blocks."""
+        self.computed = 0
+        self.state = RequestState.WAITING
+        self.blocks = ()
+        self.first_slot = None
+        self.cancelled = False
+
     def tokens(self, start: int, stop: int) -> list[int]:
         """Known tokens [start, stop), over prompt and generated alike."""
         boundary = len(self.prompt)

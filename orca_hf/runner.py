@@ -3,28 +3,40 @@
 import inspect
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from orca_hf import random_state
 from orca_hf.adapters import adapt, native_kv
-from orca_hf.attention_context import AttentionContext, attention_context
+from orca_hf.attention_context import AttentionContext, attention_context, leave_iteration
 from orca_hf.batch import ForwardBatch, build_batch
-from orca_hf.batch_invariance import ROWS, BatchInvariantProducts
+from orca_hf.batch_invariance import ROWS, BatchInvariantProducts, leave_batch_invariance
 from orca_hf.config import OrcaConfig
 from orca_hf.decode_graphs import CudaGraph, DecodeGraphs, Graph
 from orca_hf.errors import UnsupportedError
 from orca_hf.kv_pool import KVPool, choose_num_slots, free_memory
 from orca_hf.openmp import release_threads
 from orca_hf.packed_weights import PackedWeights
-from orca_hf.patches import StandIn, all_modules, attention_configs, iteration_patches, model_lock
+from orca_hf.patches import (
+    IterationPatches,
+    StandIn,
+    all_modules,
+    attention_configs,
+    forget_lock,
+    model_lock,
+    patching_locks,
+)
 from orca_hf.request import Request
 from orca_hf.scheduler import Iteration, Step
+
+if TYPE_CHECKING:
+    from orca_hf.interruption import Lock
 
 # An output's field for the K/V states; transformers renamed it on its way through version 5.
 CACHE_FIELD = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
@@ -40,6 +52,21 @@ _WORTH_RELEASING_S = 0.02
 _CHECKED_WITH = 4
 # Model types that use transformers' attention interface and do not say so.
 _UNSAID = frozenset({"biogpt", "stablelm"})
+
+
+class ThreadModes(NamedTuple):
+    """Modes of a thread that an iteration changes."""
+
+    is_grad_enabled: bool
+    device_type: str | None
+    is_autocast_enabled: bool
+
+    def restore(self) -> None:
+        """Set the calling thread's modes to these."""
+        if torch.is_grad_enabled() != self.is_grad_enabled:
+            torch.set_grad_enabled(self.is_grad_enabled)
+        if self.device_type is not None and torch.is_autocast_enabled(self.device_type) != self.is_autocast_enabled:
+            torch.set_autocast_enabled(self.device_type, self.is_autocast_enabled)
 
 
 class ModelRunner:
@@ -80,11 +107,14 @@ class ModelRunner:
         # Where a model is on the attention interface, its attention may be that of an adapted class too, by heritage.
         self.adapted = [] if uses_interface(model) else adapt(modules)
         self._tables: dict[Any, Tensor] | None = {} if self.adapted else None
-        self._configs = attention_configs(modules)
+        self._patches = IterationPatches(attention_configs(modules))
         self._structure = model_structure(modules)
         self.accepts = frozenset(inspect.signature(type(model).forward).parameters)
         self._iterations = 0
-        self._verified = False
+        # How often someone came for whom packed weights must be compared with the model's, and as of which they were.
+        self._wanted = 1
+        self._verified = 0
+        self._packing = False  # while packed weights are changed
         self._packs: bool | None = None  # whether it always runs packed, once that is decided
         self._starting = False  # the next iteration is the first since `start`
         self._busy_s = 0.0  # time in forwards since a thread began to drive
@@ -97,7 +127,12 @@ class ModelRunner:
     @property
     def has_cheap_rows(self) -> bool:
         """Whether a few more rows in an iteration of few cost next to nothing: where products read packed weights."""
-        return self._verified and bool(self.packed.forwards) and self.graphs is None
+        return self._is_verified and bool(self.packed.forwards) and self.graphs is None
+
+    @property
+    def locks(self) -> "tuple[Lock, ...]":
+        """Every lock that a thread takes to run iterations."""
+        return (*patching_locks(self.model), *random_state.LOCKS)
 
     def is_stale(self, modules: tuple[nn.Module, ...]) -> bool:
         """Whether the model, now of these `modules`, is no longer what this runner was made for."""
@@ -146,13 +181,16 @@ class ModelRunner:
         kinds = {type(parameter) for parameter in self.model.parameters()} - {nn.Parameter}
         return f"the address of a {kinds.pop().__name__} says nothing about its weights" if kinds else None
 
-    def read_kv(self, requests: Sequence[Request]) -> list[tuple[Tensor, Tensor]]:
+    def read_kv(self, requests: Sequence[Request], length: int) -> list[tuple[Tensor, Tensor]]:
         """Copies of the computed K/V of `requests`, aligned at their ends, zeros before their starts.
 
+        Args:
+            requests: They hold their slots.
+            length: Tokens of each row as its caller sees it, padding included.
+
         Returns:
-            For each layer K and V of (num_requests, num_kv_heads, longest, head_dim).
+            For each layer K and V of (num_requests, num_kv_heads, length, head_dim).
         """
-        longest = max(request.computed for request in requests)
         block_size = self.config.block_size
         states: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in self.pool.layers]
         for request in requests:
@@ -162,17 +200,43 @@ class ModelRunner:
             for (keys, values), (module, key, value) in zip(states, self.pool.read(slots), strict=True):
                 if self.adapted:
                     key, value = native_kv(module, key, value)
-                missing = (0, 0, 0, 0, longest - request.computed, 0)
+                missing = (0, 0, 0, 0, length - request.computed, 0)
                 keys.append(torch.nn.functional.pad(key, missing).transpose(0, 1))
                 values.append(torch.nn.functional.pad(value, missing).transpose(0, 1))
         return [(torch.stack(keys), torch.stack(values)) for keys, values in states]
 
     def start(self) -> None:
         """Called when work begins after an idle time, in which the user may have changed the weights."""
-        self._verified = False
+        self.distrust()
         self._starting = True
         if self.graphs is not None:
             self.graphs.start()
+
+    def distrust(self) -> None:
+        """Have the packed weights compared with the model's, bit by bit, before another iteration runs on them.
+
+        For whoever joins while others run, and after code of a user's has run: both may have changed the weights.
+        """
+        self._wanted += 1
+
+    def thread_modes(self) -> "ThreadModes":
+        """The modes of the calling thread that iterations change, for `restore`."""
+        device = self.input_device.type
+        if device == "meta":
+            return ThreadModes(torch.is_grad_enabled(), None, False)
+        return ThreadModes(torch.is_grad_enabled(), device, torch.is_autocast_enabled(device))
+
+    def restore(self, modes: "ThreadModes") -> None:
+        """Undo what an iteration of this thread has left where an interruption cut it off; may be called again."""
+        leave_iteration()
+        leave_batch_invariance()
+        self._patches.undo()
+        modes.restore()
+
+    def take_over(self) -> None:
+        """Undo what an iteration of a thread has left that will never undo it itself."""
+        forget_lock(self.model)
+        self._patches.undo()
 
     def leave_cores(self) -> None:
         """Called by a thread that stops driving: the next driver will want the cores to itself."""
@@ -259,7 +323,7 @@ class ModelRunner:
             torch.inference_mode(False),
             torch.no_grad(),
             self.autocast_mode(batch.input_ids.device.type),
-            iteration_patches(self._configs, [*self.adapted, *packed]),
+            self._patched([*self.adapted, *packed]),
             attention_context(context),
             BatchInvariantProducts() if deterministic else nullcontext(),
         ):
@@ -275,11 +339,32 @@ class ModelRunner:
             logits = logits[batch.sampling_rows.to(logits.device)]
         return logits, context
 
+    @contextmanager
+    def _patched(self, stand_ins: list[StandIn]) -> Iterator[None]:
+        try:
+            self._patches.apply(stand_ins)
+            yield
+        finally:
+            self._patches.undo()
+
+    @property
+    def _is_verified(self) -> bool:
+        return self._verified == self._wanted
+
     def _packed_forwards(self, num_rows: int, remaining: int) -> list[StandIn]:
         """The linears to run packed: all that can be, or none where that would not pay."""
         if not self.config.pack_weights or self.autocast is not None:
             return []
-        if self._verified:
+        if self._packing:  # an interruption came in the middle of what follows
+            self.packed.clear()
+        self._packing = True
+        forwards = self._refreshed(num_rows, remaining)
+        self._packing = False
+        return forwards
+
+    def _refreshed(self, num_rows: int, remaining: int) -> list[StandIn]:
+        wanted = self._wanted  # whoever comes from here on wants another look
+        if self._is_verified:
             self.packed.refresh(deep=False)
         # Packed products add in another order: what must always be the same is packed from the start, or never.
         elif self.config.deterministic or self._is_worth_verifying(num_rows, remaining):
@@ -288,7 +373,7 @@ class ModelRunner:
                 self.packed.pack(self.model.modules(), max_bytes=self._packing_limit)
             if self.config.deterministic:
                 self._packs = bool(self.packed.forwards)
-            self._verified = True
+            self._verified = wanted
         else:
             return []
         return self.packed.forwards

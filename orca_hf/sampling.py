@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from orca_hf.errors import UnsupportedError
 from orca_hf.random_state import DefaultGenerator
 from orca_hf.request import Request
 from orca_hf.sampling_options import SamplingOptions
@@ -52,11 +51,14 @@ class Listener(Protocol):
     def weigh(self, logits: Tensor, token: int) -> None:
         """See the raw logits, (vocab_size,), of which `token` was made; not under the lock."""
 
-    def token(self, token: int) -> None:
-        """Take the next token."""
+    def catch_up(self, tokens: Sequence[int]) -> None:
+        """Take what it does not have yet of all tokens so far."""
 
     def ended(self) -> None:
         """No more tokens will come: the call is done. Not under the lock if there is a streamer. May come twice."""
+
+    def let_go(self) -> None:
+        """Release every lock that the calling thread still holds of it: it was interrupted."""
 
     def wake(self) -> None:
         """Nobody drives any more."""
@@ -78,6 +80,8 @@ class Generation:
         lockstep: Whether the rows go in lockstep.
         seed: Of the random draws, which are then those after `torch.manual_seed(seed)`; None follows the default
             generator.
+        has_foreign_streamer: The streamer is a user's own, which may draw random numbers.
+        runs_users_code: Somebody's own processor, criterion or streamer runs, which may write into the model.
 
     Attributes:
         listener: Who reads the only row of a submitted request; None where a thread waits for the whole call.
@@ -93,8 +97,11 @@ class Generation:
         streamer: Streamer | None = None,
         lockstep: bool = False,
         seed: int | None = None,
+        has_foreign_streamer: bool = False,
+        runs_users_code: bool = False,
     ) -> None:
         self.options = options
+        self.runs_users_code = runs_users_code
         self.listener: Listener | None = None
         self.deadline: float | None = None
         self.streamer = streamer
@@ -119,11 +126,10 @@ class Generation:
         # On other devices random numbers depend on how many are drawn together.
         self._draws_in_parts = options.is_plain_sampling and input_ids.device.type == "cpu"
         self._generator: DefaultGenerator | None = None
-        if options.do_sample or (seed is not None and options.has_foreign_code):
+        may_draw = options.has_foreign_code or has_foreign_streamer
+        if options.do_sample or (seed is not None and may_draw):
             num_streams = 1 if lockstep else num_rows
-            self._generator = DefaultGenerator(
-                input_ids.device, num_streams, shared=options.has_foreign_code, seed=seed
-            )
+            self._generator = DefaultGenerator(input_ids.device, num_streams, shared=may_draw, seed=seed)
         self._input_ids = input_ids
         self._inference_mode = torch.is_inference_mode_enabled()
         # The rows as processors and criteria are shown them; (num_rows, longest) int64.
@@ -152,6 +158,32 @@ class Generation:
     def done(self) -> bool:
         """Whether all rows have ended and hold their last token, or the call failed."""
         return self.error is not None or self._num_open == 0
+
+    @property
+    def can_repeat(self) -> bool:
+        """Whether a turn that was interrupted may be taken again: the same tokens come, and nobody has seen them."""
+        wants_logits = self.listener is not None and self.listener.wants_logits
+        return self._greedy and self.streamer is None and not wants_logits
+
+    def begin_anew(self) -> list[Request]:
+        """Have the rows that have not ended ready to be submitted again, with the tokens that they have.
+
+        Returns:
+            Them.
+        """
+        if self.error is not None:
+            return []
+        unfinished = [request for request in self.requests if not self._has_ended(request)]
+        for request in unfinished:
+            request.reset()
+        self._num_open = len(unfinished)
+        return unfinished
+
+    def _has_ended(self, request: Request) -> bool:
+        if request.finished or not (self._greedy or self._sampling):
+            return request.finished
+        generated = request.generated
+        return len(generated) == self.max_new_tokens or (bool(generated) and generated[-1] in self._eos)
 
     def row_ended(self) -> None:
         """A row has got its last token."""
@@ -292,11 +324,10 @@ class Generation:
             else:
                 self._going[rows] = going
             self._unfinished -= {row for row, value in zip(rows, going.tolist(), strict=True) if value == 0}
-        elif self.options.ends_by_eos:
-            raise UnsupportedError(f"a stopping criterion makes the shape {tuple(going.shape)} of {len(rows)} rows")
         else:
             # A criterion of shape (num_rows, 1), as transformers documents it: natively that leaves a square, and all
-            # rows go on until nothing of it does. The lockstep of foreign code has seen to it that all rows are here.
+            # rows go on until nothing of it does; beside an EOS token, the next step then raises. The lockstep of
+            # foreign code has seen to it that all rows are here.
             self._going = going
             if going.max() == 0:  # as natively, where nothing has no maximum
                 self._unfinished.clear()

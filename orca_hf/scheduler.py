@@ -196,17 +196,26 @@ class Scheduler:
         """Take back an iteration that did not run to its end; its steps will be scheduled again."""
         self._land(step.request for step in iteration.steps)
 
+    def resume(self, iteration: Iteration) -> Iteration | None:
+        """Put in flight again what has been abandoned, or a part of it, before anything else is scheduled.
+
+        Returns:
+            The steps of it whose requests have not ended meanwhile; None if there are none.
+        """
+        steps = tuple(step for step in iteration.steps if not step.request.finished)
+        if not steps:
+            return None
+        for step in steps:
+            step.request.state = RequestState.IN_FLIGHT
+        self._num_in_flight += 1
+        return Iteration(steps)
+
     def _land(self, requests: Iterable[Request]) -> None:
         self._num_in_flight -= 1
         for request in requests:
             request.state = RequestState.READY
             if request.cancelled:
                 self._end(request, RequestState.CANCELLED)
-
-    def rewind(self, step: Step) -> None:
-        """Forget that `step`, which has landed, was computed: it runs again, for a token that got lost."""
-        if not step.request.finished:
-            step.request.computed = step.start
 
     def append(self, request: Request, tokens: Sequence[int]) -> None:
         """Add what was sampled for `request`, which makes it runnable again: guesses that were right, and one token."""

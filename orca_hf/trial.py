@@ -10,6 +10,7 @@ from orca_hf.batch_invariance import ROWS
 from orca_hf.errors import UnsupportedError
 from orca_hf.kv_pool import KVPool
 from orca_hf.parity import disagreement
+from orca_hf.random_state import kept
 from orca_hf.request import Request
 from orca_hf.runner import CACHE_FIELD, ModelRunner, dummy_layers
 from orca_hf.scheduler import Iteration, Step
@@ -18,12 +19,18 @@ from orca_hf.scheduler import Iteration, Step
 def try_out(runner: ModelRunner) -> None:
     """Run two requests through a prefill and a decode iteration, and compare with the native forward of each.
 
-    It leaves in `runner` a pool with the shape of each layer's K/V, and what it has found out about the model.
+    It leaves in `runner` a pool with the shape of each layer's K/V, and what it has found out about the model, and the
+    default random generator as it was: a model in training mode may draw from it.
 
     Raises:
         UnsupportedError: The model cannot be run by Orca: its logits would not be those of its native forward.
     """
     _check_signature(runner)
+    with kept(runner.input_device):
+        _compare(runner)
+
+
+def _compare(runner: ModelRunner) -> None:
     requests = _make_requests(runner)
     prefill = Iteration(tuple(Step(r, 0, len(r.prompt) - 1, samples=False) for r in requests))
     context = runner.forward(prefill, [])[1]
@@ -44,7 +51,8 @@ def try_out(runner: ModelRunner) -> None:
             if not torch.equal(alone, logits):
                 raise UnsupportedError("its logits depend on who shares an iteration, whatever deterministic says")
         request.computed = len(request.prompt)
-        runner.has_native_cache = _is_cached(runner.read_kv([request]), getattr(output, CACHE_FIELD, None))
+        states = runner.read_kv([request], request.computed)
+        runner.has_native_cache = _is_cached(states, getattr(output, CACHE_FIELD, None))
 
 
 def _check_signature(runner: ModelRunner) -> None:

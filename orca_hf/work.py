@@ -3,7 +3,7 @@
 import threading
 from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from orca_hf.scheduler import Iteration
 
@@ -95,13 +95,18 @@ class Work:
     """Counts the work of one model's engines, one after another or at the same time."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._num_iterations = 0
         self._num_prompt_tokens = 0
         self._num_generated_tokens = 0
         self._num_draft_tokens = 0
         self._num_accepted_tokens = 0
         self._recent: deque[IterationRecord] = deque(maxlen=_KEPT)
+
+    @property
+    def locks(self) -> tuple[Any, ...]:
+        """What a thread holds while it counts."""
+        return (self._lock,)
 
     def add_iteration(self, iteration: Iteration, started: float, duration: float) -> None:
         """Count an iteration that ran; nothing of its requests is kept but numbers."""

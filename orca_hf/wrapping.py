@@ -38,9 +38,10 @@ class Explanation:
 def wrap(model: Model, config: OrcaConfig | None = None) -> Model:
     """Make `model.generate()` run by iteration-level scheduling.
 
-    Sets one attribute of one instance and touches nothing else: no weight is copied or changed, `isinstance`,
-    `save_pretrained`, pickling, PEFT and training go on as before. Wrapping a wrapped model changes its settings if
-    `config` is given, and does nothing otherwise.
+    Sets attributes of one instance, `generate` and what copies it, and touches nothing else: no weight is copied or
+    changed, `isinstance`, `save_pretrained`, pickling, PEFT and training go on as before. A `generate` that the
+    instance had is called in place of its class's, and is there again after `unwrap`. Wrapping a wrapped model changes
+    its settings if `config` is given, and does nothing otherwise.
 
     Args:
         model: A causal language model of transformers, or one inside `torch.compile`, DDP or PEFT.
@@ -57,8 +58,10 @@ def wrap(model: Model, config: OrcaConfig | None = None) -> Model:
         raise ConfigError(f"config is {config!r}, but must be an orca_hf.OrcaConfig, for instance OrcaConfig().")
     inner = _find_causal_lm(model)
     current = _orca_generate(inner)
-    if current is None or (config is not None and config != current.config):
-        inner.generate = OrcaGenerate(inner, config or OrcaConfig())  # type: ignore[assignment]
+    if current is None:
+        OrcaGenerate(inner, config or OrcaConfig(), inner.__dict__.get("generate")).put_on()
+    elif config is not None and config != current.config:
+        OrcaGenerate(inner, config, current.own).put_on()
     return model
 
 
@@ -73,8 +76,7 @@ def unwrap(model: Model) -> Model:
     inner = _find_causal_lm(model)
     current = _orca_generate(inner)
     if current is not None:
-        current.release()
-        del inner.generate
+        current.take_off()
     return model
 
 

@@ -20,9 +20,10 @@ from orca_hf import OrcaConfig
 from orca_hf.adapters import ADAPTERS, AdaptedForward, adapt, find_adapter
 from orca_hf.attention_context import AttentionContext, attention_context
 from orca_hf.errors import UnsupportedError
+from orca_hf.known_code import KnownCode
 from orca_hf.kv_pool import KVPool
 from orca_hf.model_eligibility import model_reasons, module_reasons
-from orca_hf.patches import iteration_patches
+from orca_hf.patches import IterationPatches
 from orca_kernels import RaggedBatch
 
 ADAPTED = [
@@ -31,7 +32,7 @@ ADAPTED = [
     if name.partition(":")[0] in ("bloom", "falcon", "gpt_neo", "gpt_neox_japanese", "mpt", "xglm")
 ]
 BATCH = {**pad_left(PROMPTS), "max_new_tokens": 12, "do_sample": False}
-SMALL = OrcaConfig(max_batch_size=4, max_batch_tokens=5, max_slots=512, block_size=4)
+SMALL = OrcaConfig(max_batch_size=4, max_batch_tokens=5, max_slots=512, block_size=4, trust_modules=(__name__,))
 
 
 def adapted_modules(model):
@@ -146,7 +147,7 @@ def test_a_forward_on_another_thread_in_mid_iteration_is_native(name, monkeypatc
         assert any(isinstance(module.__dict__.get("forward"), AdaptedForward) for module in model.modules())
         seen.append(model(**inputs).logits)
         modules = tuple(model.modules())
-        seen.append(model_reasons(model, modules) + module_reasons(modules))
+        seen.append(model_reasons(model, modules) + module_reasons(modules, KnownCode((__name__,))))
 
     calls, failures = in_mid_iteration(monkeypatch, look)
     assert torch.equal(model.generate(**BATCH), tokens)
@@ -194,24 +195,28 @@ def test_two_models_over_one_module_may_both_be_in_an_iteration(monkeypatch):
 def test_a_stand_in_stays_until_the_last_iteration_under_it_ends():
     model = make_model("mpt")
     module = adapted_modules(model)[0]
-    first, second = (iteration_patches((), adapt(model.modules())) for _ in range(2))
-    first.__enter__()
+    first, second = IterationPatches(()), IterationPatches(())
+    first.apply(adapt(model.modules()))
     stand_in = module.__dict__["forward"]
-    second.__enter__()
-    first.__exit__(None, None, None)
+    second.apply(adapt(model.modules()))
+    first.undo()
+    first.undo()
     assert module.__dict__["forward"] is stand_in
-    second.__exit__(None, None, None)
+    second.undo()
     assert "forward" not in module.__dict__
 
 
 def test_a_forward_that_the_user_sets_meanwhile_stays_and_one_that_is_there_is_not_overwritten():
     model = make_model("mpt")
     module = adapted_modules(model)[0]
-    with iteration_patches((), adapt(model.modules())):
-        module.forward = mine = lambda *args, **kwargs: None
+    patches = IterationPatches(())
+    patches.apply(adapt(model.modules()))
+    module.forward = mine = lambda *args, **kwargs: None
+    patches.undo()
     assert module.__dict__["forward"] is mine
-    with pytest.raises(UnsupportedError, match="forward of its own"), iteration_patches((), adapt(model.modules())):
-        pass
+    with pytest.raises(UnsupportedError, match="forward of its own"):
+        patches.apply(adapt(model.modules()))
+    patches.undo()
     assert module.__dict__["forward"] is mine
     assert all("forward" not in other.__dict__ for other in adapted_modules(model)[1:])
 

@@ -100,6 +100,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "deterministic": False,
         "num_speculative_tokens": None,
         "free_when_idle": False,
+        "trust_modules": (),
         "cuda_graphs": False,
     }
 

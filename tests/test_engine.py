@@ -16,7 +16,7 @@ import orca_hf
 from orca_hf import OrcaConfig
 from orca_hf.runner import ModelRunner
 
-CONFIG = OrcaConfig(max_batch_size=4, max_batch_tokens=16, max_slots=512, block_size=4)
+CONFIG = OrcaConfig(max_batch_size=4, max_batch_tokens=16, max_slots=512, block_size=4, trust_modules=(__name__,))
 
 
 def assert_idle(model):
@@ -286,9 +286,7 @@ def test_memory_is_given_back_when_idle_if_the_settings_say_so():
 
 
 def test_logits_are_computed_only_for_rows_that_sample(monkeypatch):
-    model = orca_hf.wrap(
-        make_model(), OrcaConfig(max_batch_size=4, max_batch_tokens=6, max_slots=512, pack_weights=False)
-    )
+    model = orca_hf.wrap(make_model(), replace(CONFIG, max_batch_tokens=6, pack_weights=False))
     model.generate(**pad_left(PROMPTS), max_new_tokens=1)
     shapes, kept = [], []
     run, linear = ModelRunner.run, torch.nn.Linear.forward

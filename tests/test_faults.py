@@ -15,7 +15,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 import orca_hf
 from orca_hf import CapacityError, OrcaConfig
 
-CONFIG = OrcaConfig(max_batch_size=4, max_batch_tokens=16, max_slots=512, block_size=4)
+CONFIG = OrcaConfig(max_batch_size=4, max_batch_tokens=16, max_slots=512, block_size=4, trust_modules=(__name__,))
 BATCH = {**pad_left(PROMPTS), "max_new_tokens": 8, "do_sample": False}
 ONE = {"input_ids": torch.tensor([PROMPTS[3]]), "max_new_tokens": 12, "do_sample": False}
 WAIT = 30

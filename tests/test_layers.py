@@ -17,7 +17,7 @@ KERNELS = ROOT / "kernels" / "orca_kernels"
 
 # Every module of orca_hf has its place here; a folder has one for all that is in it.
 LAYERS = [
-    ["config", "errors"],
+    ["config", "errors", "interruption"],
     ["request", "kv_manager"],
     ["scheduler"],
     [
@@ -28,6 +28,7 @@ LAYERS = [
         "batch",
         "batch_invariance",
         "decode_graphs",
+        "known_code",
         "known_forwards",
         "kv_pool",
         "multinomial",

@@ -253,25 +253,20 @@ def test_abandoned_iteration_runs_again_unchanged() -> None:
     assert spans(schedule(scheduler)) == spans(iteration) == "0:2+1! 1:0+5"
 
 
-def test_rewound_step_runs_again() -> None:
+def test_a_part_of_an_abandoned_iteration_runs_again_as_it_was() -> None:
     scheduler = make_scheduler(max_batch_tokens=6)
-    request = submit(scheduler, 9, 3)
+    submit(scheduler, 2, 3)
     run_once(scheduler)
-    scheduler.complete(iteration := schedule(scheduler))
-    scheduler.rewind(iteration.steps[0])
-    assert request.computed == 6
-    assert spans(schedule(scheduler)) == spans(iteration) == "0:6+3!"
-
-
-def test_rewind_of_an_ended_request_does_nothing() -> None:
-    scheduler = make_scheduler()
-    request = submit(scheduler, 4, 3)
-    scheduler.complete(iteration := schedule(scheduler))
-    scheduler.cancel(request)
-    scheduler.rewind(iteration.steps[0])
-    assert request.computed == 4
-    assert request.state is RequestState.CANCELLED
-    assert scheduler.schedule() is None
+    submit(scheduler, 9, 3)
+    iteration = schedule(scheduler)
+    scheduler.abandon(iteration)
+    first, second = (Iteration((step,)) for step in iteration.steps)
+    assert scheduler.resume(second) == second
+    assert scheduler.schedule() is None, "it is in flight, and no other may be"
+    scheduler.complete(second)
+    scheduler.cancel(first.steps[0].request)
+    assert scheduler.resume(first) is None
+    assert spans(schedule(scheduler)) == "1:5+4!"
 
 
 def test_cancel_while_waiting() -> None:

@@ -13,7 +13,7 @@ from scheduler_driver import TOKEN, ids, make_scheduler, schedule, submit
 
 from orca_hf.errors import CapacityError
 from orca_hf.request import Request, RequestState
-from orca_hf.scheduler import Iteration, Step
+from orca_hf.scheduler import Iteration
 
 
 @dataclass
@@ -28,7 +28,6 @@ class Shadow:
     admitted: bool = False
     ended: bool = False
     cancelled_in_flight: bool = False
-    landed: Step | None = None  # its last step, while nothing came after it
     runs: int = 0  # iterations it was in
     ever_held: bool = False  # an iteration was selected while its token was missing
 
@@ -178,7 +177,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
         for shadow in batch:
             shadow.admitted = True
-            shadow.landed = None
             shadow.runs += 1
         self.flights.append(flight)
 
@@ -197,7 +195,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             shadow = self.shadows[step.request.request_id]
             if shadow.ended:
                 continue
-            shadow.landed = step
             if step.samples and outcome != "hold":
                 self.give_token(shadow, last=outcome == "end")
 
@@ -214,14 +211,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         held = self.held
         self.give_token(held[index % len(held)], last=last)
 
-    @precondition(lambda self: any(shadow.landed for shadow in self.shadows))
-    @rule(index=st.integers(0, 50))
-    def rewind(self, index: int) -> None:
-        landed = [(shadow, shadow.landed) for shadow in self.shadows if shadow.landed]
-        shadow, step = landed[index % len(landed)]
-        self.scheduler.rewind(step)
-        if not shadow.ended:
-            shadow.computed = step.start
+    @precondition(lambda self: self.flights)
+    @rule(index=st.integers(0, 2))
+    def run_half_again(self, index: int) -> None:
+        flight = self.take_back(index)
+        self.scheduler.abandon(flight.iteration)
+        self.end_cancelled(flight)
+        half = flight.iteration.steps[: (len(flight.iteration.steps) + 1) // 2]
+        unended = tuple(step for step in half if not self.shadows[step.request.request_id].ended)
+        resumed = self.scheduler.resume(Iteration(half))
+        if not unended:
+            assert resumed is None
+            return
+        assert resumed == Iteration(unended)
+        again = Flight(resumed)
+        for step in unended:
+            again.reaches[step.request.request_id] = step.start + step.length
+            self.shadows[step.request.request_id].runs += 1
+        self.flights.insert(0, again)  # it runs before anything else that is scheduled
 
     @precondition(lambda self: self.shadows)
     @rule(index=st.integers(0, 50))
@@ -244,7 +251,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     def give_token(self, shadow: Shadow, *, last: bool) -> None:
         self.scheduler.append(shadow.request, [TOKEN])
         shadow.generated += 1
-        shadow.landed = None
         if last or shadow.generated == shadow.max_new_tokens:
             self.scheduler.finish(shadow.request)
             shadow.ended = True

@@ -9,6 +9,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import orca_hf
+from orca_hf import OrcaConfig
+
+# The promise is about what is vouched for: other code of a user's own is not even tried.
+VOUCHED = OrcaConfig(trust_modules=(__name__,))
 
 
 class OwnAttention(nn.Module):
@@ -97,18 +101,21 @@ def test_an_odd_model_goes_native_with_a_warning(cls, reason, caplog):
     model = make_odd(cls)
     made = {"inputs": torch.tensor([PROMPTS[0]]), "max_new_tokens": 8, "do_sample": False, "use_cache": False}
     native = model.generate(**made)
-    orca_hf.wrap(model)
+    orca_hf.wrap(model, VOUCHED)
     for _ in range(2):
         assert torch.equal(model.generate(**made), native)
     assert reason in str(orca_hf.explain(model, **made))
     assert caplog.text.count(reason) == 1
 
 
-def test_an_honest_model_of_custom_code_runs_by_orca():
+def test_an_honest_model_of_custom_code_runs_by_orca_when_it_is_vouched_for():
     model = make_odd(HonestModel)
     made = {"inputs": torch.tensor([PROMPTS[0]]), "max_new_tokens": 8, "do_sample": False, "use_cache": False}
     native = model.generate(**made)
     orca_hf.wrap(model)
+    assert torch.equal(model.generate(**made), native)
+    assert "is code of your own" in str(orca_hf.explain(model))
+    orca_hf.wrap(model, VOUCHED)
     assert torch.equal(model.generate(**made), native)
     assert model.generate.engines[0].stats.num_iterations == 8
 

@@ -122,8 +122,7 @@ class NativeWorker:
         prompt_len = 0 if model.config.is_encoder_decoder else stream.input_ids.shape[1]
         if stream.num_logprobs is not None and prompt_len and len(sequence) > prompt_len:
             stream.logprobs = sequence_logprobs(model, sequence[None], stream.num_logprobs, prompt_len)
-        for token in sequence.tolist()[prompt_len + len(stream.tokens) :]:
-            stream.token(token)
+        stream.catch_up(sequence.tolist()[prompt_len:])
         return sequence
 
     def _can_stream(self, request: NativeRequest) -> bool:
@@ -173,8 +172,7 @@ class _Tee(BaseStreamer):
         if self._stream.streamer is not None and not (is_prompt and self._prompt_is_streamed):
             self._stream.streamer.put(value)
         if not is_prompt:
-            for token in value.reshape(-1).tolist():
-                self._stream.token(token)
+            self._stream.catch_up([*self._stream.tokens, *value.reshape(-1).tolist()])
 
     def end(self) -> None:
         error = self._stream.end_streamer()

@@ -15,9 +15,10 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from orca_hf.config import OrcaConfig
-from orca_hf.engines import Engine
+from orca_hf.engines import PATIENCE_S, Engine
 from orca_hf.errors import CancelledError, OrcaError, StoppedError
 from orca_hf.generate import OrcaGenerate, Preparation
+from orca_hf.interruption import outermost
 from orca_hf.random_state import draw_seed
 from orca_hf.runner import input_device
 from orca_hf.sampling import Streamer
@@ -69,6 +70,7 @@ class ServingEngine:
         self._drivers: dict[Engine, Driver] = {}
         self._accepts = True
         self._serves = False
+        self._weights_are_fixed = False
         self._ended = {"finished": 0, "cancelled": 0, "failed": 0}
         generate.warm_up()
 
@@ -122,6 +124,7 @@ class ServingEngine:
             deadline=None if deadline is None else self._clock() + deadline,
             clock=self._clock,
             on_end=self._ended_one,
+            locks=(self._lock,),
         )
         preparation = self._generate.prepare(**arguments)
         check_config(preparation.generation_config)
@@ -154,7 +157,7 @@ class ServingEngine:
         stream.engine, stream.generation = call.engine, generation
         self._accept(stream)
         try:
-            call.engine.submit(generation)
+            call.engine.submit(generation, check_weights=not self._weights_are_fixed)
         except BaseException:
             generation.close(discard=True)
             with self._lock:
@@ -229,15 +232,21 @@ class ServingEngine:
         return [None, *sequence_logprobs(self._generate.model, row, k)]
 
     @contextmanager
-    def serving(self) -> Iterator[ServingEngine]:
+    def serving(self, *, weights_are_fixed: bool = False) -> Iterator[ServingEngine]:
         """Have a thread of its own drive within the block; leaving it finishes what was submitted, then stops.
 
         After an error in the block, what was submitted is cancelled.
+
+        Args:
+            weights_are_fixed: Nobody writes into the weights through `.data`, or in another way that PyTorch does not
+                count, while requests run. Otherwise each request that joins others has packed weights compared with
+                the model's bit by bit, which takes as long as reading them.
         """
         with self._lock:
             if self._serves:
                 raise OrcaError("The engine is serving already.")
             self._serves = self._accepts = True
+            self._weights_are_fixed = weights_are_fixed
             self._drivers.clear()
             for each in self._generate.engines:
                 self._driver(each).start(linger=True)
@@ -279,6 +288,9 @@ class ServingEngine:
         Returns:
             False if `timeout` seconds passed before.
         """
+        return outermost(lambda: self._wait(stream, ready, timeout), (stream.lock, self._lock))
+
+    def _wait(self, stream: Stream, ready: Callable[[], bool], timeout: float | None) -> bool:
         limit = None if timeout is None else self._clock() + timeout
 
         def over() -> bool:
@@ -290,8 +302,10 @@ class ServingEngine:
                 raise OrcaError("A request is waited for inside a processor, criterion or streamer of a running call.")
             if each is not None and not self._has_driver(each) and each.drive(over):
                 continue
-            rest = None if limit is None else max(0.0, limit - self._clock())
+            rest = PATIENCE_S if limit is None else max(0.0, min(PATIENCE_S, limit - self._clock()))
             stream.wait(lambda: ready() or self._is_undriven(stream), rest)
+            if each is not None:
+                each.look_after_driver()
         return ready()
 
     def have_driven(self, stream: Stream) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -14,11 +14,13 @@ from transformers import StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, StopStringCriteria
 
 from orca_hf.errors import CancelledError, DeadlineError, UnsupportedError
+from orca_hf.interruption import let_go
 from orca_hf.prepared_call import max_length_of
 from orca_hf.serving.logprobs import TokenLogprobs, token_logprobs
 
 if TYPE_CHECKING:
     from orca_hf.engines import Engine
+    from orca_hf.interruption import Lock
     from orca_hf.sampling import Generation, Streamer
 
 
@@ -47,6 +49,7 @@ class Stream:
         deadline: When to give up, on the clock, or None.
         clock: Seconds that never go back.
         on_end: Called once, with the stream, when the request has ended; must be quick.
+        locks: Those that `on_end` takes.
 
     Attributes:
         engine: Who serves it; None while native generate() does.
@@ -65,6 +68,7 @@ class Stream:
         deadline: float | None,
         clock: Callable[[], float],
         on_end: Callable[[Stream], None],
+        locks: Sequence[Lock] = (),
     ) -> None:
         self.input_ids = input_ids
         self.num_logprobs = num_logprobs
@@ -85,7 +89,9 @@ class Stream:
         self._done = False
         self._cancelled: BaseException | None = None
         self._sequence: Tensor | None = None
-        self._changed = threading.Condition()
+        self.lock = threading.RLock()
+        self._changed = threading.Condition(self.lock)
+        self._locks = locks
         self._readers: dict[asyncio.Future[None], asyncio.AbstractEventLoop] = {}
         self._arrival = clock()
         self._first_token: float | None = None
@@ -130,15 +136,20 @@ class Stream:
         assert self.num_logprobs is not None
         self.logprobs += token_logprobs(logits[None], [token], self.num_logprobs)
 
-    def token(self, token: int) -> None:
-        """Take the next token."""
-        with self._changed:
-            if self._done:
+    def catch_up(self, tokens: Sequence[int]) -> None:
+        """Take what is new of all tokens so far."""
+        with self.lock:
+            new = tokens[len(self.tokens) :]
+            if self._done or not new:
                 return
             if self._first_token is None:
                 self._first_token = self._clock()
-            self.tokens.append(token)
+            self.tokens += new
             self._notify()
+
+    def let_go(self) -> None:
+        """Release what the calling thread still holds of its locks."""
+        let_go((self.lock, *self._locks))
 
     def ended(self) -> None:
         """The engine is done with it."""
@@ -159,7 +170,7 @@ class Stream:
 
     def wake(self) -> None:
         """Have readers look again."""
-        with self._changed:
+        with self.lock:
             self._notify()
 
     # What its owner tells.
@@ -183,7 +194,7 @@ class Stream:
 
     def finish(self, error: BaseException | None, sequence: Tensor | None = None) -> None:
         """End it, unless it has ended."""
-        with self._changed:
+        with self.lock:
             if self._done:
                 return
             self.error = error
@@ -214,13 +225,13 @@ class Stream:
 
     def wait(self, ready: Callable[[], bool], timeout: float | None) -> None:
         """Wait until `ready()`, asked whenever something has changed, or `timeout` seconds."""
-        with self._changed:
+        with self.lock:
             self._changed.wait_for(ready, timeout)
 
     def awaited(self, ready: Callable[[], bool]) -> asyncio.Future[None] | None:
         """A future of the running loop that is set when something changes; None if `ready()` already."""
         loop = asyncio.get_running_loop()
-        with self._changed:
+        with self.lock:
             if ready():
                 return None
             future: asyncio.Future[None] = loop.create_future()
@@ -229,7 +240,7 @@ class Stream:
 
     def forget(self, future: asyncio.Future[None]) -> None:
         """A reader no longer waits."""
-        with self._changed:
+        with self.lock:
             self._readers.pop(future, None)
 
     def _notify(self) -> None:

@@ -1,5 +1,7 @@
 """Promise: hooks, parametrizations and other guests in a model's modules act as natively, whenever they come and go."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny import PROMPTS, make_model, pad_left
@@ -160,7 +162,7 @@ GUESTS = {
     "weight norm": (weight_norm, ""),
     "spectral norm": (spectral_norm, ""),
     "spectral norm in training": (lambda model: spectral_norm(model.train()), "training mode"),
-    "batch norm": (batch_norm, ""),
+    "batch norm": (batch_norm, "code of your own"),
     "batch norm in training": (lambda model: batch_norm(model.train()), "training mode"),
     "a pruning mask": (pruned, "forward hook"),
     "pruned for good": (pruned_for_good, ""),
@@ -192,7 +194,8 @@ def test_a_batch_norm_set_to_training_after_a_call_is_noticed():
     plain, model = make_model(), make_model()
     for each in (plain, model):
         batch_norm(each)
-    orca_hf.wrap(model, CONFIG).generate(**BATCH)
+    orca_hf.wrap(model, replace(CONFIG, trust_modules=(__name__,))).generate(**BATCH)
+    assert orca_hf.explain(model).runs_by == "orca"
     for each in (plain, model):
         each.train()
     assert torch.equal(model.generate(**BATCH), plain.generate(**BATCH))
