@@ -2,14 +2,13 @@
 
 import asyncio
 import time
+from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from orca_hf.server.logprobs import Logprob, as_logprob
-from orca_hf.server.text import Detokenizer, StopStrings
+from orca_hf.server.text import Decoder, Detokenizer, StopStrings
 from orca_hf.serving import RequestHandle
 
 
@@ -20,7 +19,7 @@ class Piece:
     Attributes:
         index: Which answer.
         text: Whole characters, and none of a stop string.
-        tokens: The tokens that came since the last piece; those of text that is held back included.
+        tokens: Those that begin in this text; with the last piece all that are left.
         logprobs: Theirs, if the request wants any.
         finish_reason: "stop" or "length" with the last piece, else None.
     """
@@ -40,6 +39,7 @@ class Answer:
         index: Its place.
         prompt: The tokens before it.
         handle: The engine's; None for an answer of no tokens.
+        begins_at: Characters before it in its choice's text, which are its prompt's.
         num_tokens: Tokens so far.
         ended: When its last piece was made, on the monotonic clock; None before, and if it was given up.
     """
@@ -47,6 +47,7 @@ class Answer:
     index: int
     prompt: Sequence[int]
     handle: RequestHandle | None
+    begins_at: int = field(default=0, init=False)
     num_tokens: int = field(default=0, init=False)
     ended: float | None = field(default=None, init=False)
 
@@ -56,7 +57,7 @@ class Answers:
 
     Args:
         answers: In order.
-        tokenizer: The model's.
+        decoder: Of the model's tokens.
         stops: Strings that end an answer.
         with_logprobs: Whether pieces carry log-probabilities.
         on_close: Called once, at the end.
@@ -65,14 +66,14 @@ class Answers:
     def __init__(
         self,
         answers: Sequence[Answer],
-        tokenizer: PreTrainedTokenizerBase,
+        decoder: Decoder,
         *,
         stops: Sequence[str],
         with_logprobs: bool,
         on_close: Callable[["Answers"], object],
     ) -> None:
         self.answers = answers
-        self._tokenizer = tokenizer
+        self._decoder = decoder
         self._stops = stops
         self._with_logprobs = with_logprobs
         self._on_close = on_close
@@ -120,7 +121,7 @@ class Answers:
             if answer.handle is None:
                 self._pieces.put_nowait(Piece(answer.index, "", (), finish_reason="length"))
                 return
-            reader = _Reader(answer, answer.handle, self._tokenizer, self._stops, with_logprobs=self._with_logprobs)
+            reader = _Reader(answer, answer.handle, self._decoder, self._stops, with_logprobs=self._with_logprobs)
             async for piece in reader.pieces():
                 self._pieces.put_nowait(piece)
         except Exception as error:  # noqa: BLE001 - goes to the reader, whoever that is
@@ -134,19 +135,20 @@ class _Reader:
         self,
         answer: Answer,
         handle: RequestHandle,
-        tokenizer: PreTrainedTokenizerBase,
+        decoder: Decoder,
         stops: Sequence[str],
         *,
         with_logprobs: bool,
     ) -> None:
         self._answer = answer
         self._handle = handle
-        self._detokenizer = Detokenizer(tokenizer, answer.prompt)
+        self._detokenizer = Detokenizer(decoder, answer.prompt)
         self._stops = StopStrings(stops)
         self._with_logprobs = with_logprobs
-        self._text = ""  # since the last piece, like the tokens
-        self._tokens: list[int] = []
-        self._num_given = 0
+        self._text = ""  # since the last piece
+        self._tokens: list[int] = []  # that have not been in a piece
+        self._num_given = 0  # tokens that have
+        self._num_shown = 0  # characters that have
 
     async def pieces(self) -> AsyncIterator[Piece]:
         over = False
@@ -172,11 +174,20 @@ class _Reader:
         return not self._with_logprobs or len(self._handle.logprobs) >= self._num_given + len(self._tokens)
 
     def _take(self, finish_reason: str | None = None) -> Piece:
-        end = self._num_given + len(self._tokens)
-        entries = self._handle.logprobs[self._num_given : end] if self._with_logprobs else ()
-        logprobs = tuple(as_logprob(token, entry) for token, entry in zip(self._tokens, entries, strict=False))
-        piece = Piece(self._answer.index, self._text, tuple(self._tokens), logprobs, finish_reason)
-        self._text, self._tokens, self._num_given = "", [], end
+        self._num_shown += len(self._text)
+        begins = self._detokenizer.begins[self._num_given :]
+        # The tokens of text that is held back wait for it: should a stop string take it away, they begin at its place.
+        is_all = finish_reason is not None or not self._stops.holds
+        count = len(self._tokens) if is_all else bisect_left(begins, self._num_shown)
+        tokens, self._tokens = self._tokens[:count], self._tokens[count:]
+        entries = self._handle.logprobs[self._num_given : self._num_given + count] if self._with_logprobs else ()
+        logprobs = tuple(
+            as_logprob(token, entry, self._answer.begins_at + min(begin, self._num_shown))
+            for token, entry, begin in zip(tokens, entries, begins, strict=False)
+        )
+        piece = Piece(self._answer.index, self._text, tuple(tokens), logprobs, finish_reason)
+        self._text = ""
+        self._num_given += count
         return piece
 
 

@@ -15,16 +15,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from orca_hf import __version__
+from orca_hf.server.bodies import describe, takes
 from orca_hf.server.completions import chat_completion, completion
-from orca_hf.server.errors import ApiError, add_error_handlers, as_api_error, bad_request, error_response
-from orca_hf.server.extra_fields import ExtraFields
+from orca_hf.server.errors import ApiError, add_error_handlers, as_api_error, error_response
 from orca_hf.server.limits import Guard
 from orca_hf.server.metrics import Metrics
 from orca_hf.server.page import StatusPage, as_json
 from orca_hf.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from orca_hf.server.service import Service
 from orca_hf.server.settings import ServerSettings
-from orca_hf.server.text import decode
+from orca_hf.server.tokenizing import detokenize, tokenize
 from orca_hf.server.warm_up import WarmUp, ended
 from orca_hf.serving import ServingEngine
 
@@ -67,17 +67,17 @@ def make_app(
     app = FastAPI(title="orca-hf", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.router.redirect_slashes = False  # to a name that the client says, in its Host header
     app.state.service = service
-    extras = ExtraFields(strict=settings.strict)
     add_error_handlers(app)
-    _add_openai_routes(app, service, extras)
-    _add_tokenizer_routes(app, service, extras)
+    _add_openai_routes(app, service)
+    _add_tokenizer_routes(app, service)
     _add_operator_routes(app, service, warming)
+    describe(app, [CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest])
     app.add_middleware(Guard, api_keys=settings.api_keys, hosts=settings.hosts, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(_Outermost, service=service)
     return app
 
 
-def _add_openai_routes(app: FastAPI, service: Service, extras: ExtraFields) -> None:
+def _add_openai_routes(app: FastAPI, service: Service) -> None:
     created = int(time.time())
 
     def card(name: str) -> dict[str, Any]:
@@ -93,37 +93,23 @@ def _add_openai_routes(app: FastAPI, service: Service, extras: ExtraFields) -> N
         service.check_model(name)
         return card(name)
 
-    @app.post("/v1/completions", response_model=None)
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        extras.check(body)
-        return await completion(service, body, request)
+    @app.post("/v1/completions", response_model=None, openapi_extra=takes(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        return await completion(service, request)
 
-    @app.post("/v1/chat/completions", response_model=None)
-    async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        extras.check(body)
-        return await chat_completion(service, body, request)
+    @app.post("/v1/chat/completions", response_model=None, openapi_extra=takes(ChatRequest))
+    async def chat_completions(request: Request) -> Response:
+        return await chat_completion(service, request)
 
 
-def _add_tokenizer_routes(app: FastAPI, service: Service, extras: ExtraFields) -> None:
-    @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        extras.check(body)
-        service.check_model(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise bad_request("Give either prompt or messages.", "prompt")
-        if body.messages is not None:
-            tokens = await service.prepare(service.prompts.of_chat, body.messages)
-        else:
-            tokens = await service.prepare(
-                lambda: service.prompts.of_text(body.prompt or "", add_special_tokens=body.add_special_tokens)
-            )
-        return {"count": len(tokens), "max_model_len": service.settings.max_model_len, "tokens": tokens}
+def _add_tokenizer_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize", response_model=None, openapi_extra=takes(TokenizeRequest))
+    async def tokens_of_text(request: Request) -> Response:
+        return await tokenize(service, request)
 
-    @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
-        extras.check(body)
-        service.check_model(body.model)
-        return {"prompt": await service.prepare(decode, service.tokenizer, body.tokens)}
+    @app.post("/detokenize", response_model=None, openapi_extra=takes(DetokenizeRequest))
+    async def text_of_tokens(request: Request) -> Response:
+        return await detokenize(service, request)
 
 
 def _add_operator_routes(app: FastAPI, service: Service, warming: WarmUp) -> None:

@@ -38,7 +38,7 @@ def parse(body: bytes, form: type[Form], max_tokens: int) -> Form:
     body = body.removeprefix(BOM_UTF8)  # as RFC 8259 allows
     _check_size(body)
     try:
-        value = from_json(body, allow_inf_nan=False)  # stops at a depth of 200
+        value = from_json(body)  # stops at a depth of 200
     except ValueError as error:
         raise bad_request(f"The body is not JSON: {error}.") from error
     try:

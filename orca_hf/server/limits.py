@@ -13,6 +13,7 @@ from orca_hf.server.keys import check_api_keys
 
 # For whoever watches over the process, and has no key; and the page that asks for one, and holds nothing.
 _OPEN_PATHS = ("/health", "/ready", "/")
+_LATER = {"Retry-After": "1"}
 
 
 class Ticket:
@@ -22,6 +23,14 @@ class Ticket:
         self._limits = limits
         self.client = client
         self.num_answers = num_answers
+
+    def widen(self, num_answers: int) -> None:
+        """Makes it one for so many answers, now that it is known how many the request wants.
+
+        Raises:
+            ApiError: As for `Limits.admit`.
+        """
+        self._limits._widen(self, num_answers)
 
     def give_back(self) -> None:
         """May be called twice."""
@@ -52,20 +61,28 @@ class Limits:
         """
         if self.closing:
             raise ApiError(503, "The server is shutting down.", code="shutting_down")
-        if num_answers > self.max_open:
-            raise ApiError(400, f"The request wants {num_answers} answers, the server gives {self.max_open} at once.")
-        later = {"Retry-After": "1"}
         if self._by_client[client] >= self.max_per_client:
             message = f"You have {self.max_per_client} requests open, which is the limit. Wait for one to end."
-            raise ApiError(429, message, code="rate_limit_exceeded", headers=later)
-        if self.num_open + num_answers > self.max_open:
-            message = f"The queue is full: {self.num_open} of {self.max_open} answers are open. Try again later."
-            raise ApiError(429, message, code="queue_full", headers=later)
+            raise ApiError(429, message, code="rate_limit_exceeded", headers=_LATER)
+        self._refuse_if_full(num_answers, num_answers)
         ticket = Ticket(self, client, num_answers)
         self._tickets.add(ticket)
         self._by_client[client] += 1
         self.num_open += num_answers
         return ticket
+
+    def _widen(self, ticket: Ticket, num_answers: int) -> None:
+        num_more = num_answers - ticket.num_answers
+        self._refuse_if_full(num_answers, num_more)
+        ticket.num_answers = num_answers
+        self.num_open += num_more
+
+    def _refuse_if_full(self, num_answers: int, num_more: int) -> None:
+        if num_answers > self.max_open:
+            raise ApiError(400, f"The request wants {num_answers} answers, the server gives {self.max_open} at once.")
+        if self.num_open + num_more > self.max_open:
+            message = f"The queue is full: {self.num_open} of {self.max_open} answers are open. Try again later."
+            raise ApiError(429, message, code="queue_full", headers=_LATER)
 
     def _take_back(self, ticket: Ticket) -> None:
         if ticket in self._tickets:

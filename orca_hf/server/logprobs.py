@@ -4,12 +4,13 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+_MAX_REMEMBERED = 2**16  # tokens
 _FLOOR = -9999.0  # OpenAI's word for minus infinity, which JSON does not have
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _BYTES_BY_CHAR = {char: byte for byte, char in bytes_to_unicode().items()}
@@ -23,37 +24,43 @@ class Logprob:
         token: Its id.
         logprob: Under the model's own logits; None for a prompt's first token, before which there is nothing.
         top: The most likely tokens at its place, ids and log-probabilities, the likeliest first.
+        offset: Where its text begins in the choice's; a token that is left out of the text begins where the next does.
     """
 
     token: int
     logprob: float | None
     top: tuple[tuple[int, float], ...] = ()
+    offset: int = 0
 
 
-def as_logprob(token: int, entry: Any) -> Logprob:
+def as_logprob(token: int, entry: Any, offset: int) -> Logprob:
     """The engine's entry for `token`; None where nothing stands before it."""
-    return Logprob(token, None) if entry is None else Logprob(token, entry.logprob, tuple(entry.top))
+    return Logprob(token, None, (), offset) if entry is None else Logprob(token, entry.logprob, entry.top, offset)
 
 
 class TokenTexts:
-    """What single tokens are called in answers.
+    """What single tokens are called in answers. Remembered: an answer may name twenty for each of its own.
 
     Args:
         tokenizer: The model's.
+
+    Attributes:
+        text: A token's text with its leading space, special tokens by name; what is no character as its bytes.
+        data: A token's bytes, which alone need not be characters.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
+        self.text = lru_cache(_MAX_REMEMBERED)(self._text)
+        self.data = lru_cache(_MAX_REMEMBERED)(self._data)
 
-    def text(self, token: int) -> str:
-        """A token's text with its leading space, special tokens by name; what is no character as its bytes."""
+    def _text(self, token: int) -> str:
         text = self._decode(token)
         if "\ufffd" not in text:
             return text
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.data(token))
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self._data(token))
 
-    def data(self, token: int) -> bytes:
-        """A token's bytes, which alone need not be characters."""
+    def _data(self, token: int) -> bytes:
         name, text = self._name(token), self._decode(token)
         if found := _BYTE.fullmatch(name):
             return bytes([int(found[1], 16)])
@@ -72,30 +79,34 @@ class TokenTexts:
         return f" {text}" if self._name(token).startswith("▁") and not text.startswith(" ") else text
 
 
-def completion_logprobs(texts: TokenTexts, entries: Sequence[Logprob], offset: int) -> dict[str, Any]:
-    """Columns: tokens, their log-probabilities, the likeliest at each place, where each begins in the text.
-
-    Args:
-        texts: Names tokens.
-        entries: The tokens.
-        offset: Characters before the first of them.
-    """
-    names = [texts.text(entry.token) for entry in entries]
-    offsets = list(accumulate(map(len, names), initial=offset))
+def completion_logprobs(texts: TokenTexts, entries: Sequence[Logprob]) -> dict[str, Any]:
+    """Columns: tokens, their log-probabilities, the likeliest at each place, where each begins in the text."""
+    named = [_named(texts, entry) for entry in entries]
     return {
-        "tokens": names,
+        "tokens": [name for name, _ in named],
         "token_logprobs": [None if entry.logprob is None else _finite(entry.logprob) for entry in entries],
-        "top_logprobs": [_top(texts, entry) for entry in entries],
-        "text_offset": offsets[:-1],
+        "top_logprobs": [top for _, top in named],
+        "text_offset": [entry.offset for entry in entries],
     }
 
 
-def _top(texts: TokenTexts, entry: Logprob) -> dict[str, float] | None:
+def _named(texts: TokenTexts, entry: Logprob) -> tuple[str, dict[str, float] | None]:
+    """What a token is called, and the likeliest by name, the token itself always among them.
+
+    Of several with one text the likeliest has it as its name. If that is not the token of the answer, then this one is
+    called by its id, as vLLM does on demand: whoever looks whether the likeliest was chosen must not be misled.
+    """
+    name = texts.text(entry.token)
     if entry.logprob is None:
-        return None
-    # The token itself is always among them; where names are equal, the likelier token's stands.
-    pairs = [(entry.token, entry.logprob), *reversed(entry.top)]
-    return {texts.text(token): _finite(logprob) for token, logprob in sorted(pairs, key=lambda pair: pair[1])}
+        return name, None
+    top: dict[str, float] = {}
+    for token, logprob in entry.top:
+        text = texts.text(token)
+        if text == name and token != entry.token and logprob > entry.logprob:
+            name = f"token_id:{entry.token}"
+        top.setdefault(text, _finite(logprob))
+    top[name] = _finite(entry.logprob)
+    return name, top
 
 
 def chat_logprobs(texts: TokenTexts, entries: Sequence[Logprob]) -> dict[str, Any]:

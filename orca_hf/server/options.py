@@ -8,10 +8,14 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from orca_hf.server.errors import bad_request
 from orca_hf.server.processors import LogitBias, OpenAIPenalties
-from orca_hf.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from orca_hf.server.structured import Grammars
+from orca_hf.server.protocol import ChatRequest, CompletionRequest, GenerationRequest, ResponseFormat
+from orca_hf.server.structured import Grammar
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+# Logits are divided by temperatures and penalties, and natively those near zero make infinities of them, and no numbers
+# of these. Below this the likeliest token has all the probability anyway, whatever the number is; and divided by both,
+# by a bias too, logits stay far from the end of fp32.
+_LEAST = 1e-15
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,18 +24,21 @@ class Options:
 
     Attributes:
         generate_kwargs: For generate(); what a request leaves out is the model's own.
-        make_processors: A prompt's length to the processors of one answer, in the order in which they apply.
+        make_processors: A prompt's length and the answer's grammar to the processors of one answer, in the order in
+            which they apply.
         stops: Strings that end an answer, and are no part of it.
         seed: Of the first answer's draws; each further one has the next.
         num_answers: For each prompt.
+        format: Of structured answers; None for free text.
         logprobs: Most likely tokens to name at each position; None for no log-probabilities at all.
     """
 
     generate_kwargs: dict[str, Any]
-    make_processors: Callable[[int], LogitsProcessorList | None]
+    make_processors: Callable[[int, Grammar | None], LogitsProcessorList | None]
     stops: tuple[str, ...]
     seed: int | None
     num_answers: int
+    format: ResponseFormat | None
     logprobs: int | None
 
     def seed_of(self, answer: int) -> int | None:
@@ -45,13 +52,11 @@ class OptionsReader:
     Args:
         model: It.
         vocab_size: Token ids that it has logits for.
-        grammars: For structured answers.
     """
 
-    def __init__(self, model: PreTrainedModel, vocab_size: int, grammars: Grammars) -> None:
+    def __init__(self, model: PreTrainedModel, vocab_size: int) -> None:
         self._model = model
         self._vocab_size = vocab_size
-        self._grammars = grammars
 
     def read(self, request: GenerationRequest) -> Options:
         """The options of `request`; how long its answers may be depends on the prompt, and comes later.
@@ -60,6 +65,7 @@ class OptionsReader:
             ApiError: Something in it cannot be done, or contradicts itself.
         """
         self._check(request)
+        wanted = request.response_format
         stops = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
         return Options(
             generate_kwargs=self._generate_kwargs(request),
@@ -67,6 +73,7 @@ class OptionsReader:
             stops=stops,
             seed=request.seed,
             num_answers=request.n or 1,
+            format=None if wanted is None or wanted.type == "text" else wanted,
             logprobs=_num_logprobs(request),
         )
 
@@ -92,12 +99,14 @@ class OptionsReader:
         if request.temperature == 0:
             kwargs["do_sample"] = False
         elif request.temperature is not None:
-            kwargs |= {"do_sample": True, "temperature": request.temperature}
+            kwargs |= {"do_sample": True, "temperature": max(request.temperature, _LEAST)}
         if request.top_k is not None:
             kwargs["top_k"] = max(request.top_k, 0)  # vLLM's -1 is generate()'s 0: all
-        for name in ("top_p", "min_p", "repetition_penalty"):
+        for name in ("top_p", "min_p"):
             if getattr(request, name) is not None:
                 kwargs[name] = getattr(request, name)
+        if request.repetition_penalty is not None:
+            kwargs["repetition_penalty"] = max(request.repetition_penalty, _LEAST)
         if kwargs.get("do_sample") is False:
             for name in ("top_k", "top_p", "min_p"):
                 kwargs.pop(name, None)  # without effect, and generate() would warn of them
@@ -107,17 +116,20 @@ class OptionsReader:
                 kwargs["pad_token_id"] = 0  # or generate() takes eos_token_id for it
         return kwargs
 
-    def _processors(self, request: GenerationRequest) -> Callable[[int], LogitsProcessorList | None]:
+    def _processors(self, request: GenerationRequest) -> Callable[[int, Grammar | None], LogitsProcessorList | None]:
         presence, frequency = request.presence_penalty or 0, request.frequency_penalty or 0
+        # One for all answers: it remembers nothing of them, and is as long as the vocabulary.
+        bias = LogitBias(request.logit_bias, self._vocab_size, self._model.device) if request.logit_bias else None
 
-        def make(prompt_len: int) -> LogitsProcessorList | None:
-            made: list[LogitsProcessor | None] = []
+        def make(prompt_len: int, grammar: Grammar | None) -> LogitsProcessorList | None:
+            made: list[LogitsProcessor] = []
             if presence or frequency:
                 made.append(OpenAIPenalties(prompt_len, presence, frequency))
-            if request.logit_bias:
-                made.append(LogitBias(request.logit_bias, self._vocab_size, self._model.device))
-            made.append(self._grammars.processor(request.response_format, prompt_len))
-            return LogitsProcessorList([processor for processor in made if processor is not None]) or None
+            if bias is not None:
+                made.append(bias)
+            if grammar is not None:
+                made.append(grammar.processor(prompt_len))
+            return LogitsProcessorList(made) or None
 
         return make
 

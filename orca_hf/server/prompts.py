@@ -9,6 +9,7 @@ from orca_hf.server.errors import ApiError, bad_request
 from orca_hf.server.plain_text import PlainText
 from orca_hf.server.protocol import CompletionRequest, Message
 
+_BEGINNING = 2**14  # characters of a text that are encoded before the rest is looked at
 _MAX_WORDS = 500  # characters of a template's error, which may quote all that it was given
 
 
@@ -18,18 +19,30 @@ class Prompts:
     Args:
         tokenizer: The model's.
         vocab_size: Token ids that the model takes.
+        max_tokens: Of a text, roughly: one that has clearly more is refused before all of it is encoded.
         special_tokens_in_text: Whether the text of a special token becomes that token where a client writes it.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, *, special_tokens_in_text: bool = True
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        vocab_size: int,
+        max_tokens: int,
+        *,
+        special_tokens_in_text: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
         self._vocab_size = vocab_size
         self._plain = None if special_tokens_in_text else PlainText(tokenizer)
 
-    def of_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of a text."""
+    def of_text(self, text: str, place: str = "prompt", *, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of a text.
+
+        Raises:
+            ApiError: They are far more than the model takes.
+        """
+        self._refuse_if_long(text, place)
         if self._plain is not None:
             return self._plain.encode(text, add_special_tokens=add_special_tokens)
         return list(self._tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
@@ -45,7 +58,7 @@ class Prompts:
             ApiError: It has no tokens, or one that the model does not have.
         """
         place = "prompt" if index is None else f"prompt[{index}]"
-        tokens = prompt if isinstance(prompt, list) else self.of_text(prompt)
+        tokens = prompt if isinstance(prompt, list) else self.of_text(prompt, place)
         if not tokens:
             words = "The prompt" if index is None else place
             raise bad_request(f"{words} has no tokens; give at least one (for instance the BOS token).", place)
@@ -66,7 +79,7 @@ class Prompts:
         if self._plain is not None:
             return self._plain.of_chat(conversation, self._render)
         # Special tokens are the template's to write.
-        return self.of_text(self._render(conversation), add_special_tokens=False)
+        return self.of_text(self._render(conversation), "messages", add_special_tokens=False)
 
     def _render(self, conversation: list[dict[str, str]]) -> str:
         try:
@@ -74,7 +87,17 @@ class Prompts:
         except Exception as error:  # a template is a program of the model's, and fails in any way on what it is given
             raise _refused(error) from error
         assert isinstance(text, str)
+        self._refuse_if_long(text, "messages")
         return text
+
+    def _refuse_if_long(self, text: str, place: str) -> None:
+        """Looks at beginnings of a text, each longer than the last: the whole has about as many tokens, and more."""
+        length = _BEGINNING
+        while length < len(text):
+            if len(self._tokenizer(text[:length], add_special_tokens=False).input_ids) > self._max_tokens:
+                message = f"{place} has more than {self._max_tokens} tokens; this model takes fewer. Shorten it."
+                raise bad_request(message, place, "context_length_exceeded")
+            length *= 4
 
 
 def completion_prompts(request: CompletionRequest) -> list[tuple[str | list[int], int | None]]:

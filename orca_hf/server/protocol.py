@@ -133,10 +133,15 @@ class ResponseFormat(Fields):
     json_schema: JsonSchema | None = None
 
 
-class GenerationRequest(Fields):
-    """What completions and chat completions have in common."""
+class ModelRequest(Fields):
+    """What all requests have in common."""
 
     model: Name | None = None
+
+
+class GenerationRequest(ModelRequest):
+    """What completions and chat completions have in common."""
+
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -245,17 +250,15 @@ class ChatRequest(GenerationRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
-class TokenizeRequest(Fields):
+class TokenizeRequest(ModelRequest):
     """`POST /tokenize`: a prompt, or the messages of a chat."""
 
-    model: Name | None = None
     prompt: Text | None = None
     messages: Messages | None = None
     add_special_tokens: bool = True
 
 
-class DetokenizeRequest(Fields):
+class DetokenizeRequest(ModelRequest):
     """`POST /detokenize`."""
 
-    model: Name | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True), BeforeValidator(_not_too_long)]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from orca_hf.server.answers import Piece
-from orca_hf.server.logprobs import Logprob, TokenTexts, chat_logprobs, completion_logprobs
+from orca_hf.server.logprobs import TokenTexts, chat_logprobs, completion_logprobs
 
 
 def usage(num_prompt_tokens: int, num_answer_tokens: int) -> dict[str, int]:
@@ -65,42 +65,13 @@ class _Writer(ABC):
 
 
 class CompletionWriter(_Writer):
-    """Completions.
-
-    Args:
-        model_name: As the answer names it.
-        texts: Names tokens.
-        with_logprobs: Whether the request wants them.
-        echoes: Of each prompt that stands before its answers, text and log-probabilities; empty without `echo`.
-        answers_per_prompt: How many follow each other that share one.
-    """
+    """Completions."""
 
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(
-        self,
-        model_name: str,
-        texts: TokenTexts,
-        *,
-        with_logprobs: bool,
-        echoes: Sequence[tuple[str, Sequence[Logprob]]],
-        answers_per_prompt: int,
-    ) -> None:
-        super().__init__(model_name, texts, with_logprobs=with_logprobs)
-        self._echoes = echoes
-        self._answers_per_prompt = answers_per_prompt
-        self._offsets: dict[int, int] = {}  # characters of tokens that went before, by answer
-
     def _choice(self, piece: Piece) -> dict[str, Any]:
-        text, entries = piece.text, list(piece.logprobs)
-        if self._echoes and piece.index not in self._offsets:
-            echo, before = self._echoes[piece.index // self._answers_per_prompt]
-            text, entries = echo + text, [*before, *entries]
-        offset = self._offsets.setdefault(piece.index, 0)
-        logprobs = completion_logprobs(self._texts, entries, offset) if self._with_logprobs else None
-        if logprobs is not None:
-            self._offsets[piece.index] += sum(map(len, logprobs["tokens"]))
-        return {"index": piece.index, "text": text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+        logprobs = completion_logprobs(self._texts, piece.logprobs) if self._with_logprobs else None
+        return {"index": piece.index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
 
     _delta = _choice
 

@@ -1,8 +1,7 @@
 """The server without HTTP: requests in, running answers out."""
 
-import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -11,20 +10,58 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from orca_hf.errors import StoppedError
 from orca_hf.runner import input_device
 from orca_hf.server.answers import Answer, Answers
+from orca_hf.server.bodies import parse
 from orca_hf.server.errors import ApiError, bad_request
+from orca_hf.server.extra_fields import ExtraFields
+from orca_hf.server.lanes import Lane
 from orca_hf.server.limits import Limits, Ticket
-from orca_hf.server.logprobs import Logprob, TokenTexts, as_logprob
+from orca_hf.server.logprobs import TokenTexts
 from orca_hf.server.metrics import Metrics
 from orca_hf.server.options import Options, OptionsReader, max_new_tokens
 from orca_hf.server.prompts import Prompts, completion_prompts
-from orca_hf.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from orca_hf.server.protocol import ChatRequest, CompletionRequest, GenerationRequest, ModelRequest
 from orca_hf.server.settings import ServerSettings
-from orca_hf.server.structured import Grammars
-from orca_hf.server.text import decode
-from orca_hf.serving import RequestHandle, ServingEngine
+from orca_hf.server.structured import Grammar, Grammars
+from orca_hf.server.text import Decoder
+from orca_hf.serving import ServingEngine
 
 T = TypeVar("T")
-Echo = tuple[str, list[Logprob]]
+Form = TypeVar("Form", bound=ModelRequest)
+Prompt = tuple[str | list[int], int | None]
+
+_QUICK = 2**15  # bytes of a body that takes no time to speak of
+_WRITTEN = 2**9  # log-probabilities, likewise
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request that has been admitted.
+
+    Attributes:
+        client: Whose it is.
+        ticket: Its right to be here, which whoever asked for it gives back.
+        lane: Where it is prepared.
+        looking: Where its prompts are looked at by the model.
+        writing: Where its answers are written, if they are long.
+    """
+
+    client: str
+    ticket: Ticket
+    lane: Lane
+    looking: Lane
+    writing: Lane
+
+    async def run(self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Runs a piece of its preparation, in its turn."""
+        return await self.lane.run(self.client, work, *args, **kwargs)
+
+    async def look(self, work: Callable[..., T], *args: Any) -> T:
+        """Runs what waits for the model."""
+        return await self.looking.run(self.client, work, *args)
+
+    async def write(self, num_entries: int, work: Callable[..., T], *args: Any) -> T:
+        """Runs what writes so many log-probabilities; at once, if they are few."""
+        return work(*args) if num_entries <= _WRITTEN else await self.writing.run(self.client, work, *args)
 
 
 class Service:
@@ -50,15 +87,27 @@ class Service:
         self.limits = Limits(settings.max_open, settings.max_per_client)
         self.metrics = Metrics(engine.stats)
         self.texts = TokenTexts(tokenizer)
+        self.decoder = Decoder(tokenizer)
         vocab_size = model.config.get_text_config().vocab_size
-        self.options = OptionsReader(model, vocab_size, Grammars(tokenizer, vocab_size, _eos_token_ids(model)))
-        self.prompts = Prompts(tokenizer, vocab_size, special_tokens_in_text=settings.special_tokens_in_text)
+        self.prompts = Prompts(
+            tokenizer,
+            vocab_size,
+            settings.max_text_tokens,
+            special_tokens_in_text=settings.special_tokens_in_text,
+        )
+        self._options = OptionsReader(model, vocab_size)
+        self._grammars = Grammars(tokenizer, vocab_size, _eos_token_ids(model))
+        self._extras = ExtraFields(strict=settings.strict)
         self._device = input_device(model)
         self._running: set[Answers] = set()
-        self._is_over = False
-        # One thread: tokenizers are not made for several, and templates and schemas of clients get no more than this.
-        self._preparing = ThreadPoolExecutor(1, "orca-prepare")
-        self._looking = ThreadPoolExecutor(1, "orca-prompts")
+        # A lane for each kind of work by how long a piece of it takes, so that what is quick waits for quick work only:
+        # small requests; large ones, of which one text can take seconds; schemas, likewise; prompts that wait for the
+        # model; and answers that are long to write.
+        self._quick, self._long, self._compiling, self._looking, self._writing = self._lanes = [
+            Lane(name) for name in ("prepare", "prepare-long", "compile", "prompts", "write")
+        ]
+        # Tokenizers may be used by several threads while none changes them, which their first call may do.
+        tokenizer("")
 
     def check_model(self, name: str | None) -> None:
         """Refuses a request for another model.
@@ -70,12 +119,26 @@ class Service:
             own = ", ".join(self.settings.model_names)
             raise ApiError(404, f"There is no model {name!r} here, but {own}.", param="model", code="model_not_found")
 
-    async def prepare(self, work: Callable[..., T], *args: Any) -> T:
-        """Runs what takes a while on the preparing thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._preparing, work, *args)
+    def admit(self, client: str, size: int = 0) -> Call:
+        """Lets a request of so many bytes in.
 
-    async def start(self, request: GenerationRequest, client: str) -> tuple[Answers, Options, list[list[int]]]:
-        """Submits a request to the engine. Whoever calls it closes the answers.
+        Raises:
+            ApiError: It is too much at once, or the server is shutting down.
+        """
+        ticket = self.limits.admit(client, 1)
+        lane = self._quick if size <= _QUICK else self._long
+        return Call(client, ticket, lane, self._looking, self._writing)
+
+    async def read(self, call: Call, body: bytes, form: type[Form]) -> Form:
+        """A request from its body.
+
+        Raises:
+            ApiError: It is none, or one that this server does not serve.
+        """
+        return self._read(body, form) if len(body) <= _QUICK else await call.run(self._read, body, form)
+
+    async def start(self, request: GenerationRequest, call: Call) -> tuple[Answers, Options, list[list[int]]]:
+        """Submits a request to the engine. Whoever calls it closes the answers, which gives the ticket back.
 
         Returns:
             The answers, what they were asked for with, and the prompts.
@@ -84,91 +147,82 @@ class Service:
             ApiError: It is refused, whole.
             OrcaError: The engine refuses it.
         """
-        self.check_model(request.model)
-        options = self.options.read(request)
-        num_prompts = len(completion_prompts(request)) if isinstance(request, CompletionRequest) else 1
-        num_answers = options.num_answers * num_prompts
-        ticket = self.limits.admit(client, num_answers)
+        answers: list[Answer] = []
         try:
-            prompts, answers = await self.prepare(self._submit, request, options)
+            options = self._options.read(request)
+            given = completion_prompts(request) if isinstance(request, CompletionRequest) else [None]
+            call.ticket.widen(options.num_answers * len(given))
+            prompts = [await call.run(self._prompt, request, each) for each in given]
+            grammar = None
+            if options.format is not None:
+                grammar = await self._compiling.run(call.client, self._grammars.compiled, options.format)
+            for prompt, length in prompts:
+                for _ in range(options.num_answers):
+                    index = len(answers)
+                    answers.append(await call.run(self._answer, options, prompt, length, grammar, index))
         except BaseException:
-            ticket.give_back()  # handles that nobody has any more cancel themselves
+            for answer in answers:
+                if answer.handle is not None:
+                    answer.handle.cancel()
+            call.ticket.give_back()
             raise
         made = Answers(
             answers,
-            self.tokenizer,
+            self.decoder,
             stops=options.stops,
             with_logprobs=options.logprobs is not None,
-            on_close=lambda closed: self._closed(closed, ticket),
+            on_close=lambda closed: self._closed(closed, call.ticket),
         )
         self._running.add(made)
-        if self._is_over:
-            made.fail(_shutting_down())
-        return made, options, prompts
-
-    async def echoes(self, request: CompletionRequest, options: Options, prompts: list[list[int]]) -> list[Echo]:
-        """The prompts as answers begin with them, if the request wants that."""
-        if not request.echo:
-            return []
-        texts = [
-            request.prompt if isinstance(request.prompt, str) else await self.prepare(decode, self.tokenizer, prompt)
-            for prompt in prompts
-        ]
-        if options.logprobs is None:
-            return [(text, []) for text in texts]
-        loop = asyncio.get_running_loop()
-        looked = [
-            await loop.run_in_executor(self._looking, self.engine.prompt_logprobs, prompt, options.logprobs)
-            for prompt in prompts
-        ]
-        return [
-            (text, [as_logprob(token, entry) for token, entry in zip(prompt, entries, strict=True)])
-            for text, prompt, entries in zip(texts, prompts, looked, strict=True)
-        ]
+        return made, options, [prompt for prompt, _ in prompts]
 
     def stop_running(self) -> None:
         """Ends all requests that are still open, telling their clients why."""
-        self._is_over = True
+        for lane in self._lanes:
+            lane.fail(_shutting_down())
         for answers in list(self._running):
             answers.fail(_shutting_down())
 
     def close(self) -> None:
         """Ends the threads; the engine is its owner's."""
-        self._preparing.shutdown()
-        self._looking.shutdown()
+        for lane in self._lanes:
+            lane.close()
 
-    def _submit(self, request: GenerationRequest, options: Options) -> tuple[list[list[int]], list[Answer]]:
-        """Prompts, and an answer for each that is wanted, on its way in the engine."""
+    def _read(self, body: bytes, form: type[Form]) -> Form:
+        request = parse(body, form, self.settings.max_text_tokens)
+        self._extras.check(request)
+        self.check_model(request.model)
+        return request
+
+    def _prompt(self, request: GenerationRequest, given: Prompt | None) -> tuple[list[int], int]:
+        """The tokens of one prompt, and how many may follow."""
         if isinstance(request, ChatRequest):
-            prompts = [self.prompts.of_chat(request.messages)]
+            tokens = self.prompts.of_chat(request.messages)
         else:
-            assert isinstance(request, CompletionRequest)
-            prompts = [self.prompts.of_completion(*each) for each in completion_prompts(request)]
-        limits = self.settings.max_model_len, self.settings.default_max_tokens
-        lengths = [max_new_tokens(request, prompt, *limits) for prompt in prompts]
-        answers: list[Answer] = []
-        for prompt, length in zip(prompts, lengths, strict=True):
-            for _ in range(options.num_answers):
-                handle = self._submit_one(options, prompt, length, len(answers)) if length else None
-                answers.append(Answer(len(answers), prompt, handle))
-        return prompts, answers
+            assert given is not None
+            tokens = self.prompts.of_completion(*given)
+        return tokens, max_new_tokens(request, tokens, self.settings.max_model_len, self.settings.default_max_tokens)
 
-    def _submit_one(self, options: Options, prompt: list[int], length: int, answer: int) -> RequestHandle:
+    def _answer(self, options: Options, prompt: list[int], length: int, grammar: Grammar | None, index: int) -> Answer:
+        """An answer, on its way in the engine."""
+        if not length:
+            return Answer(index, prompt, None)
         try:
-            return self.engine.submit(
+            handle = self.engine.submit(
                 prompt,
                 # Otherwise generate() takes a pad token in the prompt for padding, and a template may end turns by it.
                 attention_mask=torch.ones(1, len(prompt), dtype=torch.long, device=self._device),
                 max_new_tokens=length,
-                seed=options.seed_of(answer),
+                seed=options.seed_of(index),
                 logprobs=options.logprobs,
-                logits_processor=options.make_processors(len(prompt)),
+                logits_processor=options.make_processors(len(prompt), grammar),
                 **options.generate_kwargs,
             )
         except StoppedError as error:
             raise ApiError(503, "The engine takes no requests.", code="not_ready") from error
         except ValueError as error:  # generate() refuses the options
             raise bad_request(str(error)) from error
+        return Answer(index, prompt, handle)
 
     def _closed(self, answers: Answers, ticket: Ticket) -> None:
         self._running.discard(answers)

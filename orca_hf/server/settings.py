@@ -44,5 +44,10 @@ class ServerSettings:
     stall_timeout: float = 120.0
     grace: float = 30.0
 
+    @property
+    def max_text_tokens(self) -> int:
+        """Tokens of a text or a list beyond which it is not read: more than fit, so that an error can say how many."""
+        return 2 * self.max_model_len
+
     def __post_init__(self) -> None:
         check_api_keys(self.api_keys)

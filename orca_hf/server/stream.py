@@ -1,6 +1,5 @@
 """Server-sent events."""
 
-import json
 import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -11,6 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from orca_hf.server.answers import until_gone
 from orca_hf.server.errors import as_api_error, error_body
+from orca_hf.server.json_text import as_json
 
 logger = logging.getLogger(__name__)
 
@@ -52,14 +52,14 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for chunk in self._chunks:
-                await self._send_event(send, as_json(chunk))
+                await self._send_event(send, _line(chunk))
         except OSError:
             raise  # the client is gone, or as good as that: a TimeoutError is one
         except Exception as error:
             answer = as_api_error(error)
             if answer.status_code == 500:
                 logger.error("A stream failed.", exc_info=error)
-            await self._send_event(send, as_json(error_body(answer)))
+            await self._send_event(send, _line(error_body(answer)))
         self._on_close()  # before the client can know: its next request may need this one's place
         await self._send_event(send, "[DONE]")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -70,6 +70,6 @@ class EventStream(Response):
             await send(event)
 
 
-def as_json(value: Any) -> str:
-    """Compact, and one line to every reader: some end lines at characters that JSON does not escape."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).translate(_LINE_ENDS)
+def _line(value: Any) -> str:
+    """JSON that is one line to every reader: some end lines at characters that JSON does not escape."""
+    return as_json(value).translate(_LINE_ENDS)

@@ -1,7 +1,7 @@
 """Answers that follow a JSON schema: llguidance says which tokens may come next, the logits of all others go."""
 
 import json
-import threading
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -12,10 +12,32 @@ from orca_hf.server.errors import ApiError, bad_request
 from orca_hf.server.protocol import ResponseFormat
 
 _FIELD = "response_format"
+_MAX_REMEMBERED = 64  # grammars
+_MAX_CHARACTERS = 2**20  # of their schemas together
+_MAX_WORDS = 500  # characters of llguidance's errors, which may quote the whole grammar
+
+
+class Grammar:
+    """A schema, compiled.
+
+    Args:
+        matcher: llguidance's, at its start. It is copied for each answer, which costs next to nothing.
+        eos_token_ids: What ends an answer.
+    """
+
+    def __init__(self, matcher: Any, eos_token_ids: list[int]) -> None:
+        self._matcher = matcher
+        self._eos_token_ids = eos_token_ids
+
+    def processor(self, prompt_len: int) -> LogitsProcessor:
+        """The processor of one answer."""
+        return GrammarProcessor(self._matcher.deep_copy(), prompt_len, self._eos_token_ids)
 
 
 class Grammars:
-    """Makes the processors of structured answers; llguidance's view of the vocabulary is made once.
+    """Compiles schemas, and remembers those that were asked for last. Used by one thread.
+
+    llguidance ends a compilation that needs too much; what it may need is about two seconds.
 
     Args:
         tokenizer: The model's.
@@ -27,18 +49,23 @@ class Grammars:
         self._tokenizer: Any = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._lock = threading.Lock()
         self._vocabulary: Any = None
+        self._remembered: OrderedDict[str, Grammar] = OrderedDict()  # by schema, the last used at the end
 
-    def processor(self, wanted: ResponseFormat | None, prompt_len: int) -> LogitsProcessor | None:
-        """The processor of one answer, None where the format is free.
+    def compiled(self, wanted: ResponseFormat) -> Grammar:
+        """The grammar of an answer's format.
 
         Raises:
             ApiError: The schema cannot be followed, or llguidance is not installed.
         """
-        if wanted is None or wanted.type == "text":
-            return None
-        schema = self._schema(wanted)
+        schema = json.dumps(_schema(wanted))
+        grammar = self._remembered.pop(schema, None) or self._compile(schema, wanted)
+        self._remembered[schema] = grammar
+        while len(self._remembered) > _MAX_REMEMBERED or sum(map(len, self._remembered)) > _MAX_CHARACTERS:
+            self._remembered.popitem(last=False)
+        return grammar
+
+    def _compile(self, schema: str, wanted: ResponseFormat) -> Grammar:
         try:
             from llguidance import LLMatcher
         except ImportError as error:
@@ -51,35 +78,40 @@ class Grammars:
             raise bad_request("The model has no end-of-sequence token, so no structured answer could end.", _FIELD)
         vocabulary = self._vocabulary_of_tokenizer()
         try:
-            matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+            matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_json_schema(schema))
         except ValueError as error:
-            raise bad_request(f"The schema cannot be followed: {error}", _FIELD) from error
+            raise _cannot_be_followed(str(error)) from error
         if matcher.is_error():
-            raise bad_request(f"The schema cannot be followed: {matcher.get_error()}", _FIELD)
-        return GrammarProcessor(matcher, prompt_len, self._eos_token_ids)
-
-    @staticmethod
-    def _schema(wanted: ResponseFormat) -> dict[str, Any]:
-        if wanted.type == "json_object":
-            return {"type": "object"}
-        if wanted.json_schema is None or wanted.json_schema.schema_ is None:
-            raise bad_request("response_format.json_schema.schema is missing.", _FIELD)
-        return wanted.json_schema.schema_
+            raise _cannot_be_followed(matcher.get_error())
+        return Grammar(matcher, self._eos_token_ids)
 
     def _vocabulary_of_tokenizer(self) -> Any:
+        """The vocabulary as llguidance sees it, made once."""
         import llguidance.hf
 
-        with self._lock:
-            if self._vocabulary is None:
-                try:
-                    self._vocabulary = llguidance.hf.from_tokenizer(
-                        self._tokenizer, n_vocab=self._vocab_size, eos_token=self._eos_token_ids
-                    )
-                except ValueError as error:
-                    raise ApiError(
-                        400, f"llguidance cannot work with this model's tokenizer: {error}", param=_FIELD
-                    ) from error
-            return self._vocabulary
+        if self._vocabulary is None:
+            try:
+                self._vocabulary = llguidance.hf.from_tokenizer(
+                    self._tokenizer, n_vocab=self._vocab_size, eos_token=self._eos_token_ids
+                )
+            except ValueError as error:
+                raise ApiError(
+                    400, f"llguidance cannot work with this model's tokenizer: {error}", param=_FIELD
+                ) from error
+        return self._vocabulary
+
+
+def _schema(wanted: ResponseFormat) -> dict[str, Any]:
+    if wanted.type == "json_object":
+        return {"type": "object"}
+    if wanted.json_schema is None or wanted.json_schema.schema_ is None:
+        raise bad_request("response_format.json_schema.schema is missing.", _FIELD)
+    return wanted.json_schema.schema_
+
+
+def _cannot_be_followed(why: str) -> ApiError:
+    shown = why if len(why) <= _MAX_WORDS else why[:_MAX_WORDS] + "..."
+    return bad_request(f"The schema cannot be followed: {shown}", _FIELD)
 
 
 class GrammarProcessor(LogitsProcessor):
@@ -97,22 +129,30 @@ class GrammarProcessor(LogitsProcessor):
         self._eos_token_ids = eos_token_ids
 
     def __call__(self, input_ids: LongTensor, scores: FloatTensor) -> FloatTensor:
-        """(1, known) tokens and (1, vocab_size) scores to scores."""
+        """(1, known) tokens and (1, vocab_size) scores to scores.
+
+        Raises:
+            ApiError: No token is left: other options forbid what the grammar allows, or it has become too intricate.
+        """
         for token in input_ids[0, self._num_read :].tolist():
             if not self._matcher.consume_token(token):
-                raise ValueError(f"Token {token} is outside the answer's grammar: {self._matcher.get_error()}")
+                raise _cannot_be_followed(f"token {token} is outside of it. {self._matcher.get_error()}")
         self._num_read = input_ids.shape[1]
         allowed = self._allowed(scores.shape[1]).to(scores.device)
         masked: Tensor = scores.masked_fill(~allowed, -torch.inf)
+        if not masked.isfinite().any():
+            raise _cannot_be_followed("other options forbid every token that it allows next.")
         return masked  # type: ignore[return-value]
 
     def _allowed(self, vocab_size: int) -> Tensor:
         """(vocab_size,) bool."""
         allowed = torch.zeros(vocab_size, dtype=torch.bool, device="cpu")
-        if self._matcher.is_stopped():
+        if self._matcher.is_stopped() and not self._matcher.is_error():  # llguidance takes an error for an end
             allowed[self._eos_token_ids] = True
             return allowed
         packed = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
+        if self._matcher.is_error():
+            raise _cannot_be_followed(self._matcher.get_error())
         bits = (packed.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device="cpu")) & 1
         allowed[:] = bits.flatten()[:vocab_size].bool()
         return allowed

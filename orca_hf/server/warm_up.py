@@ -58,7 +58,7 @@ class WarmUp:
 
     async def _ask(self, request: GenerationRequest) -> None:
         try:
-            answers, *_ = await self._service.start(request, "warm-up")
+            answers, *_ = await self._service.start(request, self._service.admit("warm-up"))
         except ApiError as error:
             if error.status_code >= 500:
                 raise

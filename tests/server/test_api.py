@@ -320,7 +320,7 @@ WRONG = {
     "a foreign bias": ({"logit_bias": {VOCAB: 1}}, f"logit_bias has token {VOCAB}"),
     "a bias of words": ({"logit_bias": {"ok": 1}}, "logit_bias"),
     "an empty stop string": ({"stop": ""}, "stop"),
-    "half a character": ({"prompt": "\ud800"}, "prompt"),
+    "half a character": ({"prompt": "\ud800"}, "hex escape"),
     "options of a stream that is none": ({"stream_options": {"include_usage": True}}, "set stream to true"),
     "too many": ({"n": 500}, "n: Input should be less than or equal to 128"),
 }  # fmt: skip
