@@ -4,6 +4,7 @@ import json
 import math
 import os
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from orca_hf.errors import CheckpointError
 # Bits per element, as the safetensors format defines them. A type that is not here is left to safetensors.
 _BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4}
 _BITS |= {f"{kind}{bits}": bits for kind in "UIF" for bits in (16, 32, 64)} | {"BF16": 16, "C64": 64}
+
+_POINTER = b"version https://git-lfs."  # how a file begins that git-lfs has left in another's place
 
 _MAX_HEADER = 100_000_000  # bytes; safetensors' own limit
 
@@ -28,6 +31,7 @@ def read_header(path: str) -> dict[str, tuple[int, int]]:
     Raises:
         CheckpointError: The file is truncated or its header is malformed.
     """
+    _refuse_pointer(path)
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         prefix = file.read(8)
@@ -85,10 +89,34 @@ def read_json(path: str) -> dict[str, Any]:
     Raises:
         CheckpointError: It is something else.
     """
+    _refuse_pointer(path)
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}. Download it again.") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a JSON object. Download it again.")
     return content
+
+
+def check_files(folder: str, names: Iterable[str]) -> None:
+    """Looks at those files of a folder that are there: whether they are themselves, and JSON where they are called so.
+
+    Raises:
+        CheckpointError: One is not.
+    """
+    for path in (os.path.join(folder, name) for name in names):
+        if os.path.isfile(path):
+            if path.endswith(".json"):
+                read_json(path)
+            else:
+                _refuse_pointer(path)
+
+
+def _refuse_pointer(path: str) -> None:
+    with open(path, "rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            raise CheckpointError(
+                f"{path} is a pointer of git-lfs, which stands for the file and is not it: the repository was cloned "
+                "without git-lfs. Install that and run `git lfs pull` in the folder, or download the file itself."
+            )

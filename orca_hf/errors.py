@@ -50,3 +50,7 @@ class ForwardError(OrcaError):
 
 class StoppedError(OrcaError):
     """An engine that takes no requests: it was told to stop, or its thread has died."""
+
+
+class OutputError(OrcaError):
+    """A program's standard output that takes nothing more."""

@@ -5,6 +5,7 @@ weights is worse than one that does not start, so here it is an error. The heade
 (eight bytes and a JSON text per file, no tensor data), which turns a half-downloaded shard into one clear sentence.
 """
 
+import logging
 import os
 import re
 from pathlib import Path
@@ -21,17 +22,19 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.models.auto import modeling_auto
-from transformers.utils import CONFIG_NAME
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME as SAFE_INDEX
 from transformers.utils import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 from transformers.utils.import_utils import is_peft_available
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from orca_hf.checkpoint import read_header, read_json
+from orca_hf.checkpoint import check_files, read_header, read_json
 from orca_hf.config import OrcaConfig
 from orca_hf.errors import CheckpointError, ConfigError, ModelError
 from orca_hf.wrapping import wrap
+
+logger = logging.getLogger(__name__)
 
 # What decides which files of a repository are read. Everything else goes to from_pretrained untouched.
 _HUB_KEYS = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")
@@ -149,7 +152,8 @@ def _load_checked(source: str, **kwargs: Any) -> PreTrainedModel:
         return _load_adapter(source, adapter, hub, kwargs)
 
     model_config = _read_config(source, hub, kwargs)
-    files = _weight_files(source, getattr(model_config, "transformers_weights", None), kwargs.get("variant"), hub)
+    explicit = getattr(model_config, "transformers_weights", None)
+    files = _weight_files(source, explicit, kwargs.get("variant"), hub, _tied_weights(model_config))
     try:
         # Mismatches are let through here because the report names them, which transformers' error does not.
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -210,6 +214,7 @@ def _read_config(source: str, hub: dict[str, Any], kwargs: dict[str, Any]) -> Pr
     folder = os.path.join(source, hub.get("subfolder", ""))
     if os.path.isdir(source) and not os.path.isfile(os.path.join(folder, CONFIG_NAME)):
         raise CheckpointError(f"{folder} has no {CONFIG_NAME}. Give a folder written by save_pretrained.")
+    check_files(folder, (CONFIG_NAME, GENERATION_CONFIG_NAME))
     trusted = kwargs["trust_remote_code"]
     try:
         config = AutoConfig.from_pretrained(
@@ -217,7 +222,7 @@ def _read_config(source: str, hub: dict[str, Any], kwargs: dict[str, Any]) -> Pr
         )
     except OSError as error:
         raise CheckpointError(f"{source}: {error}") from error
-    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, StrictDataclassError) as error:
         raise ModelError(f"The configuration of {source} cannot be used: {error}") from error
 
     in_repository = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
@@ -243,7 +248,20 @@ def _class_names(task: str) -> set[str]:
     return {name for value in values for name in ((value,) if isinstance(value, str) else value)}
 
 
-def _weight_files(source: str, explicit: str | None, variant: str | None, hub: dict[str, Any]) -> list[str]:
+def _tied_weights(config: PreTrainedConfig) -> re.Pattern[str] | None:
+    """What the model takes from another of its weights where a checkpoint does not have it; None for nothing.
+
+    Whether that other one is there, transformers' report says after loading.
+    """
+    if not getattr(config, "tie_word_embeddings", False) or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return None
+    names: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._tied_weights_keys
+    return re.compile("|".join(f"(?:{name})" for name in names)) if names else None
+
+
+def _weight_files(
+    source: str, explicit: str | None, variant: str | None, hub: dict[str, Any], tied: re.Pattern[str] | None
+) -> list[str]:
     """Paths of the safetensors that `from_pretrained` will read, in the order of its own search, headers checked."""
     names = [explicit] if explicit else [_with_variant(name, variant) for name in (SAFE_WEIGHTS, SAFE_INDEX)]
     for name in names:
@@ -254,7 +272,7 @@ def _weight_files(source: str, explicit: str | None, variant: str | None, hub: d
             read_header(path)
             return [path]
         if name.endswith(".json"):
-            return _shards(source, path, hub)
+            return _shards(source, path, hub, tied)
     raise _no_safetensors(source, names, hub)
 
 
@@ -297,7 +315,7 @@ def _no_safetensors(source: str, names: list[str], hub: dict[str, Any]) -> Check
     )
 
 
-def _shards(source: str, index: str, hub: dict[str, Any]) -> list[str]:
+def _shards(source: str, index: str, hub: dict[str, Any], tied: re.Pattern[str] | None) -> list[str]:
     """Paths of the shards that an index names, each known to have the tensors that the index says it has."""
     content = read_json(index)
     weight_map = content.get("weight_map")
@@ -327,8 +345,14 @@ def _shards(source: str, index: str, hub: dict[str, Any]) -> list[str]:
             )
         header = read_header(path)
         absent = [tensor for tensor in expected[shard] if tensor not in header]
+        untied = [tensor for tensor in absent if tied is None or not tied.search(tensor)]
+        if untied:
+            raise CheckpointError(f"{path} lacks {_listed(untied)}, which {index} says it has. Download both again.")
         if absent:
-            raise CheckpointError(f"{path} lacks {_listed(absent)}, which {index} says it has. Download both again.")
+            logger.warning(
+                "%s lacks %s, which %s says it has. The model takes that from a weight that it is tied to.",
+                path, _listed(absent), index,
+            )  # fmt: skip
     return paths
 
 

@@ -70,11 +70,13 @@ class Live:
 
 
 @contextmanager
-def live(engine: Any, model: Any, tokenizer: Any, key: str | None = None, **settings: Any) -> Iterator[Live]:
+def live(
+    engine: Any, model: Any, tokenizer: Any, key: str | None = None, warm_up: Any = None, **settings: Any
+) -> Iterator[Live]:
     """Serves until the block ends."""
     given = {"model_names": ("tiny",), "max_model_len": 128, "api_keys": (key,) if key else (), "grace": 0.0}
     made = ServerSettings(**{**given, **settings})
-    server = Server(make_app(engine, model, tokenizer, made), made, log_level="critical")
+    server = Server(make_app(engine, model, tokenizer, made, warm_up=warm_up), made, log_level="critical")
     listener = bind("127.0.0.1", 0)
     listener.listen()  # whoever comes before it accepts waits in the kernel
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
@@ -85,6 +87,14 @@ def live(engine: Any, model: Any, tokenizer: Any, key: str | None = None, **sett
     finally:
         running.stop()
         running.join()
+
+
+def wait_until_ready(running: Live) -> httpx.Response:
+    """Its first answer to /ready that is no 503."""
+    limit = time.monotonic() + PATIENCE
+    while (answer := httpx.get(f"{running.url}/ready")).status_code == 503 and time.monotonic() < limit:
+        assert answer.headers["retry-after"] == "1"
+    return answer
 
 
 @contextmanager

@@ -49,7 +49,7 @@ LAYERS = [
     ["backoff", "calls", "engines", "outcome", "speculation", "work"],
     ["checkpoint", "concurrent_calls", "eligibility", "generate", "model_eligibility", "prepared_call"],
     ["__init__", "loading", "pipelines", "serving", "wrapping"],
-    ["bench", "cli", "demo", "server"],
+    ["bench", "cli", "demo", "flags", "server"],
 ]
 LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
 PURE_LAYERS = 3  # the lowest ones: nothing but the standard library

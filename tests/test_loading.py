@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoModelForCausalLM,
     BertConfig,
     BertForSequenceClassification,
     GPT2Config,
@@ -284,6 +285,78 @@ SHARDS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         (INDEX, NORM, "x.bin"),
     ),
 }
+
+
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22\nsize 2336927\n"
+NAMES_OF_POINTERS = ["config.json", "generation_config.json", INDEX, "a shard", ONE_FILE]
+
+
+@pytest.mark.parametrize("name", NAMES_OF_POINTERS)
+def test_what_git_lfs_left_in_a_files_place_is_named(whole: Path, shards: Path, name: str) -> None:
+    folder = whole if name == ONE_FILE else shards
+    path = shard_of(folder, NORM) if name == "a shard" else folder / name
+    path.write_text(LFS)
+    assert_refused(folder, (path.name, "git-lfs", "git lfs pull"))
+
+
+BROKEN = {"nothing": "", "half": "{", "a list": "[]", "null": "null", "bytes": "\x00", "too deep": '{"a":' + "[" * 9999}
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
+def test_a_configuration_that_is_none_is_named(whole: Path, name: str, content: str) -> None:
+    (whole / name).write_text(content)
+    assert_refused(whole, (name, "JSON"))
+
+
+def save_tied(folder: Path, **changes: Any) -> None:
+    tiny_llama(tie_word_embeddings=True, **changes).save_pretrained(folder, max_shard_size="4KB")
+
+
+def name_in_index(folder: Path, tensor: str, beside: str) -> None:
+    edit_json(folder / INDEX, lambda index: index["weight_map"].update({tensor: shard_of(folder, beside).name}))
+
+
+def test_a_tied_weight_that_only_the_index_names_is_where_it_is_natively(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tied(tmp_path)
+    name_in_index(tmp_path, "lm_head.weight", NORM)
+    native = AutoModelForCausalLM.from_pretrained(tmp_path)
+    model = load(tmp_path)
+    assert_same_weights(model, native)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert any("lm_head.weight" in record.getMessage() for record in caplog.records if record.name == "orca_hf.loading")
+
+
+ONLY_IN_INDEX: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+    "a weight that is not tied": (lambda f: (save_tied(f), name_in_index(f, "model.extra.weight", NORM)), ("extra",)),
+    "a head that is not tied": (
+        lambda f: (
+            tiny_llama().save_pretrained(f, max_shard_size="4KB"),
+            edit_tensors(shard_of(f, "lm_head.weight"), lambda t: (t.pop("lm_head.weight"), t.update(x=torch.ones(1)))),
+        ),
+        ("lm_head.weight", INDEX),
+    ),
+    "what the head is tied to": (
+        lambda f: (
+            save_tied(f),
+            name_in_index(f, "lm_head.weight", NORM),
+            edit_tensors(
+                shard_of(f, "model.embed_tokens.weight"),
+                lambda t: (t.pop("model.embed_tokens.weight"), t.update(x=torch.ones(1))),
+            ),
+        ),
+        ("model.embed_tokens.weight",),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ONLY_IN_INDEX)
+def test_what_else_only_the_index_names_is_missing(tmp_path: Path, case: str) -> None:
+    do, fragments = ONLY_IN_INDEX[case]
+    do(tmp_path)
+    assert_refused(tmp_path, fragments)
 
 
 def assert_refused(folder: Path, fragments: tuple[str, ...], **kwargs: Any) -> None:

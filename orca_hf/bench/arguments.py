@@ -4,6 +4,11 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from orca_hf.flags import real, whole
+
+_positive = whole(1)
+_rate = real(above=0, finite=False)
+
 # What a subcommand's module in this package is, and what it says of itself.
 COMMANDS = {
     "engine": "one batch of equal rows, no queue: the paper's Figure 9",
@@ -24,7 +29,7 @@ def add_bench(commands: Any) -> None:
         parser = benches.add_parser(name, help=about, description=about)
         parser.add_argument("--out", metavar="FILE", help="write the result here as JSON")
         parser.add_argument("--plot", metavar="FILE", help="draw the result here (png, svg or pdf)")
-        parser.add_argument("--seed", type=int, default=0, help="of everything random (default: 0)")
+        parser.add_argument("--seed", type=whole(), default=0, help="of everything random (default: 0)")
         if name not in ("scheduler", "soak"):
             _add_model(parser)
         if name in ("engine", "trace", "replay", "shapes"):
@@ -41,14 +46,14 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=_positive, default=3, help="how often all is measured (default: 3)")
     parser.add_argument("--max-slots", type=_positive, help="K/V memory in tokens (default: OrcaConfig's)")
     parser.add_argument(
-        "--max-batch-tokens", type=int, default=512, help="most tokens in an iteration; 0 for whole prompts"
+        "--max-batch-tokens", type=whole(0), default=512, help="most tokens in an iteration; 0 for whole prompts"
     )
 
 
 def _add_speculation(parser: argparse.ArgumentParser, default: int | None) -> None:
     words = "OrcaConfig's" if default is None else f"{default}, for the paper's figures"
     parser.add_argument(
-        "--num-speculative-tokens", type=int, default=default, metavar="N", help=f"guesses (default: {words})"
+        "--num-speculative-tokens", type=whole(0), default=default, metavar="N", help=f"guesses (default: {words})"
     )
 
 
@@ -72,8 +77,8 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", metavar="CSV", help="lengths and stamps of an Azure LLM inference trace instead")
     parser.add_argument("--speed", type=_list(_rate), default=[1.0], help="with --trace: times faster, swept")
     parser.add_argument("--max-total", type=_positive, default=2048, help="with --trace: skip longer requests")
-    parser.add_argument("--ttft-limit", type=float, default=2.0, help="seconds to the first token, for goodput")
-    parser.add_argument("--tpot-limit", type=float, default=0.5, help="seconds a token after it, for goodput")
+    parser.add_argument("--ttft-limit", type=real(above=0), default=2.0, help="seconds to the first token, for goodput")
+    parser.add_argument("--tpot-limit", type=real(above=0), default=0.5, help="seconds a token after it, for goodput")
 
 
 def _add_scheduler(parser: argparse.ArgumentParser) -> None:
@@ -121,18 +126,6 @@ _ADD: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "clients": _add_clients,
     "soak": _add_soak,
 }
-
-
-def _positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return number
-
-
-def _rate(text: str) -> float:
-    if not (number := float(text)) > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return number
 
 
 def _list(of: Callable[[str], Any]) -> Callable[[str], list[Any]]:

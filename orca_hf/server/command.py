@@ -1,28 +1,34 @@
 """`orca-hf serve`: load, look that it is safe, serve, and end in order."""
 
 import asyncio
-import ipaddress
+import logging
 import math
 import os
+import resource
 import socket
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import uvicorn
 from fastapi import FastAPI
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import orca_hf
+from orca_hf.checkpoint import check_files
 from orca_hf.config import OrcaConfig
-from orca_hf.errors import CheckpointError, ConfigError
+from orca_hf.errors import CheckpointError, ConfigError, OrcaError, OutputError
 from orca_hf.runner import max_positions
 from orca_hf.server.app import make_app
+from orca_hf.server.checks import api_keys, bind, check_exposure, engine_config
 from orca_hf.server.http import HttpConfig
-from orca_hf.server.keys import check_api_keys
 from orca_hf.server.settings import ServerSettings
 
-_KEY_VARIABLE = "ORCA_HF_API_KEY"
 _UNLIMITED = 2**20  # for a model that does not say how long its rows may be
+_ALWAYS_READ = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_SOMETIMES_READ = ("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model")
+_OTHER_FILES = 256  # file descriptors beside connections: weights, libraries, a compiler
 _LAST_WORDS = 5  # seconds to tell clients that their time is over
 
 
@@ -33,16 +39,8 @@ def run_serve(given: Namespace, write: Callable[[str], object]) -> int:
         ConfigError: The settings contradict each other or are not safe.
         OrcaError: The model cannot be loaded.
     """
-    from_environment = os.environ.get(_KEY_VARIABLE)  # "" is refused like any empty key: who set it wants to have one
-    keys = check_api_keys([*given.api_key, *([] if from_environment is None else [from_environment])])
+    keys, config = api_keys(given), engine_config(given)
     hosts = check_exposure(given.host, keys, insecure=given.insecure)
-    config = OrcaConfig(
-        max_batch_size=given.max_num_seqs,
-        max_batch_tokens=given.max_num_batched_tokens or None,
-        max_slots=given.max_slots,
-        block_size=given.block_size,
-        deterministic=given.deterministic,
-    )
     with bind(given.host, given.port) as listener:
         write(f"Loading {given.model} ...")
         model, tokenizer = _load(given, config)
@@ -57,11 +55,13 @@ def run_serve(given: Namespace, write: Callable[[str], object]) -> int:
             max_body_bytes=given.max_body_bytes,
             special_tokens_in_text=given.special_tokens_in_text,
             strict=given.strict,
+            max_connections=_room_for(given.max_connections),
+            client_timeout=given.client_timeout,
             default_max_tokens=given.default_max_tokens,
             stall_timeout=given.stall_timeout,
             grace=given.grace,
         )
-        app = make_app(engine, model, tokenizer, settings, warm_up=write)
+        app = make_app(engine, model, tokenizer, settings, warm_up=_while_somebody_reads(write))
         listener.listen()  # who has read the next line and comes before the loop runs waits in the kernel
         write(f"Serving {settings.model_names[0]} on http://{_address(listener)}")
         try:
@@ -89,9 +89,13 @@ class Server(uvicorn.Server):
                 max_connections=settings.max_connections,
                 client_timeout=settings.client_timeout,
                 log_level=log_level,
+                use_colors=None if sys.stdout else False,  # without a standard output it cannot look for itself
                 timeout_graceful_shutdown=math.ceil(settings.grace + _LAST_WORDS),
             )
         )
+
+        if log_level == "info":  # which is for requests; that it has started and ended, we say
+            logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Called by uvicorn when a signal has come."""
@@ -103,48 +107,6 @@ class Server(uvicorn.Server):
             over.cancel()
 
 
-def check_exposure(host: str, api_keys: Sequence[str], *, insecure: bool) -> tuple[str, ...] | None:
-    """Which names the server answers to, None for all.
-
-    Raises:
-        ConfigError: Others could reach it, and there is no key.
-    """
-    if api_keys or insecure:
-        return None
-    if not _is_loopback(host):
-        raise ConfigError(
-            f"--host {host} lets other machines in, and there is no --api-key (or {_KEY_VARIABLE}). Give one, or say "
-            "--insecure if something else keeps strangers out."
-        )
-    return tuple(dict.fromkeys(["127.0.0.1", "localhost", "::1", host]))
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that is bound before the model is loaded: what is wrong with the address is said at once.
-
-    Raises:
-        ConfigError: The address cannot be had.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except (OSError, OverflowError) as error:
-        listener.close()
-        raise ConfigError(f"--host {host} --port {port} cannot be bound: {error}.") from error
-    return listener
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def _address(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -154,12 +116,48 @@ def _load(given: Namespace, config: OrcaConfig) -> tuple[PreTrainedModel, PreTra
     shared = {"trust_remote_code": given.trust_remote_code}
     if given.revision is not None:
         shared["revision"] = given.revision
-    model = orca_hf.load(given.model, dtype=given.dtype, device_map=given.device, config=config, **shared)
+    _check_folder(given.model, _ALWAYS_READ)
+    try:
+        model = orca_hf.load(given.model, dtype=given.dtype, device_map=given.device, config=config, **shared)
+    except OrcaError:
+        raise
+    except Exception as error:
+        raise _cannot_be_loaded(given.model, error) from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(given.model, **shared)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{given.model} has no tokenizer that can be loaded: {error}") from error
+    except Exception as error:  # tokenizers raises that very class
+        _check_folder(given.model, _SOMETIMES_READ)  # which may name the file
+        raise _cannot_be_loaded(f"The tokenizer of {given.model}", error) from error
     return model, tokenizer
+
+
+def _check_folder(model: str, names: Sequence[str]) -> None:
+    if os.path.isdir(model):
+        check_files(model, names)
+
+
+def _cannot_be_loaded(what: str, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{what} cannot be loaded: {type(error).__name__}: {error}")
+
+
+def _while_somebody_reads(write: Callable[[str], object]) -> Callable[[str], object]:
+    """A server goes on when whoever started it reads no more of what it says."""
+
+    def written(line: str) -> None:
+        with suppress(OutputError):
+            write(line)
+
+    return written
+
+
+def _room_for(wanted: int) -> int:
+    """How many connections the system lets the server have: each takes a file descriptor."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return wanted if soft == resource.RLIM_INFINITY else max(1, min(wanted, soft - _OTHER_FILES))
 
 
 def _name_of(model: str) -> str:
