@@ -24,7 +24,7 @@ from orca_hf.runner import input_device
 from orca_hf.sampling import Streamer
 from orca_hf.serving.driver import Driver
 from orca_hf.serving.handle import RequestHandle
-from orca_hf.serving.logprobs import TokenLogprobs, sequence_logprobs
+from orca_hf.serving.logprobs import TokenLogprobs, logprobs_in_pieces, sequence_logprobs
 from orca_hf.serving.native import NativeRequest, NativeWorker
 from orca_hf.serving.stats import ServingStats
 from orca_hf.serving.stream import Stream
@@ -221,15 +221,19 @@ class ServingEngine:
     def prompt_logprobs(self, input_ids: Sequence[int] | Tensor, k: int = 0) -> list[TokenLogprobs | None]:
         """How likely each token of a prompt is after those before it; None for the first.
 
-        Waits for the model, and for the iteration that runs.
+        Waits for the model, and for iterations: a long prompt is looked at in pieces, between them.
 
         Args:
             input_ids: The prompt's token ids: a list, (n,) or (1, n).
             k: How many of the most likely tokens to give at each place.
         """
         check_options(None, None, k)
-        row = as_row(input_ids, input_device(self._generate.model))
-        return [None, *sequence_logprobs(self._generate.model, row, k)]
+        model = self._generate.model
+        row = as_row(input_ids, input_device(model))
+        whole = {"inputs": row, "attention_mask": torch.ones_like(row), "max_new_tokens": 1, "num_beams": 1}
+        is_run_by_orca = self._generate.prepare(**whole, do_sample=False).call is not None
+        look = logprobs_in_pieces if is_run_by_orca else sequence_logprobs
+        return [None, *look(model, row, k)]
 
     @contextmanager
     def serving(self, *, weights_are_fixed: bool = False) -> Iterator[ServingEngine]:
