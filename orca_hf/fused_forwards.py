@@ -10,9 +10,9 @@ module's own forward does.
 import logging
 from abc import abstractmethod
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,11 @@ from transformers.activations import GELUTanh, SiLUActivation
 
 from orca_hf.attention import attend_rows, judge
 from orca_hf.attention_context import current_context
-from orca_hf.packed_linear import is_changed
+from orca_hf.packed_linear import is_changed, is_plain, is_readable
 from orca_hf.parity import disagreement
 from orca_hf.patches import StandIn
-from orca_hf.same_code import Snapshot, has_same_forward
-from orca_kernels.compiled import LINEAR_DTYPES, Library, RmsNorm
+from orca_hf.same_code import Snapshots, has_same_forward
+from orca_kernels.compiled import LINEAR_DTYPES, Library, PackedProduct, RmsNorm
 
 logger = logging.getLogger(__name__)
 
@@ -38,27 +38,31 @@ _ATTENTIONS: dict[str, Callable[[Any], int | None]] = {
     "qwen3.Qwen3Attention": lambda module: module.sliding_window,
 }
 _WITH_NORMS = frozenset({"qwen3.Qwen3Attention"})  # of each query and key head
+_EPSILON = "variance_epsilon"
 # With what it adds to its weight, and the name of its epsilon.
 _NORMS = {
-    "llama.LlamaRMSNorm": (0.0, "variance_epsilon"),
-    "olmo2.Olmo2RMSNorm": (0.0, "variance_epsilon"),
+    "llama.LlamaRMSNorm": (0.0, _EPSILON),
+    "olmo2.Olmo2RMSNorm": (0.0, _EPSILON),
     "gemma.GemmaRMSNorm": (1.0, "eps"),
 }
 _ACTIVATIONS: dict[type[nn.Module], bool] = {nn.SiLU: False, SiLUActivation: False, GELUTanh: True}  # is it GELU
 
 
-def fuse_part(module: nn.Module, library: Library) -> "FusedForward | None":
+def fuse_part(module: nn.Module, library: Library, snapshots: Snapshots) -> "FusedForward | None":
     """A forward for a norm, an MLP or an attention, None where its own is none of those that are known here."""
+    forward = _make_part(module, library, snapshots)
+    return forward if forward is not None and forward.is_possible() else None
+
+
+def _make_part(module: nn.Module, library: Library, snapshots: Snapshots) -> "FusedForward | None":
     for name, (offset, eps) in _NORMS.items():
         if is_like(module, name):
-            return FusedNorm(module, library, offset, getattr(module, eps))
+            return FusedNorm(module, library, snapshots, offset, eps)
     if is_like(module, _MLP):
-        forward = FusedMLP(module, library)
-        return forward if forward.is_possible() else None
+        return FusedMLP(module, library, snapshots)
     for name, window in _ATTENTIONS.items():
         if is_like(module, name):
-            attention = FusedAttention(module, library, window, has_norms=name in _WITH_NORMS)
-            return attention if attention.is_possible() else None
+            return FusedAttention(module, library, snapshots, window, has_norms=name in _WITH_NORMS)
     return None
 
 
@@ -82,29 +86,54 @@ def _import(name: str) -> type[nn.Module] | None:
 class FusedForward(StandIn):
     """A module's forward in few calls; the module's own under autograd, under autocast and in another dtype.
 
+    Numbers and tensors of the module are read when it is called. What is kept of it, its class and the modules inside
+    it, `is_current` compares; the code that it stands for, `snapshots` show; copied weights, `PackedWeights` compares.
+
     Args:
         module: The module, whose forward is known.
         library: The kernels.
+        snapshots: Of all classes.
+        children: Names of modules inside, whose work this forward does.
 
     Attributes:
         linears: The module's linears, whose products this forward computes from copies of its own.
         parts: Forwards of modules inside, whose work this one does.
+        snapshots: Of the classes whose forwards it stands for, the module's own first.
         dtypes: Those of weights that it can be for.
     """
 
-    __slots__ = ("is_right", "known", "library", "linears", "parts")
+    __slots__ = ("children", "is_right", "library", "linears", "parts", "snapshots")
 
     is_batch_invariant = True  # the kernels' rows do not depend on how many there are
     dtypes = frozenset({torch.float32})
 
-    def __init__(self, module: nn.Module, library: Library) -> None:
+    def __init__(
+        self, module: nn.Module, library: Library, snapshots: Snapshots, children: tuple[str, ...] = ()
+    ) -> None:
         super().__init__(module)
         self.library = library
         # Kept, since a module finds its children ten times as slowly.
+        self.children: tuple[tuple[str, nn.Module | None], ...] = tuple(
+            (name, module._modules.get(name)) for name in children
+        )
         self.linears: tuple[nn.Linear, ...] = ()
         self.parts: tuple[FusedForward, ...] = ()
-        self.known = Snapshot(type(module))
+        self.snapshots = tuple(snapshots.of(kind) for kind in (type(module), nn.Linear))
         self.is_right: bool | None = None  # not known before the first call
+
+    def is_possible(self) -> bool:
+        """Whether the kernels can do what the module does as it is now."""
+        is_original = all(snapshot.is_original for snapshot in self.snapshots)
+        return is_original and all(type(linear) is nn.Linear for linear in self.linears) and self.is_current()
+
+    def is_current(self) -> bool:
+        """Whether the module is of the class that it was, with nothing of its own, and has the same modules inside."""
+        module, snapshot = self.module, self.snapshots[0]
+        return (
+            type(module) is snapshot.function
+            and not is_changed(module, snapshot.methods)
+            and all(module._modules.get(name) is child for name, child in self.children)
+        )
 
     @abstractmethod
     def pack(self) -> None:
@@ -134,90 +163,154 @@ class FusedForward(StandIn):
 
 
 class FusedNorm(FusedForward):
-    """An RMS norm over the last dimension."""
+    """An RMS norm over the last dimension.
+
+    Args:
+        module: As for every fused forward, like those that follow.
+        library: Likewise.
+        snapshots: Likewise.
+        offset: Added to the weight.
+        eps: The module's name for its epsilon.
+    """
 
     __slots__ = ("eps", "offset")
 
-    def __init__(self, module: nn.Module, library: Library, offset: float, eps: float) -> None:
-        super().__init__(module, library)
+    def __init__(
+        self, module: nn.Module, library: Library, snapshots: Snapshots, offset: float = 0.0, eps: str = _EPSILON
+    ) -> None:
+        super().__init__(module, library, snapshots)
         self.offset = offset
         self.eps = eps
 
     def pack(self) -> None:
         """There is nothing to pack."""
 
-    def norm(self) -> RmsNorm | None:
-        """The norm as it is now, None if the kernels cannot read its weight."""
-        weight = self.module._parameters["weight"]
-        return RmsNorm(weight, self.eps, self.offset) if is_plain(weight) and weight.is_contiguous() else None
+    def norm(self, size: int) -> RmsNorm | None:
+        """The norm of rows of `size` numbers as it is now, None if the kernels cannot do it."""
+        eps: Any = self.module.__dict__.get(self.eps)
+        weight = self.module._parameters.get("weight")
+        # A bool or a tensor would count too, but who knows what is meant by it.
+        if type(eps) not in (float, int) or not is_readable(weight, (size,)):
+            return None
+        return RmsNorm(weight, eps, self.offset)
 
     def compute(self, hidden: Tensor) -> Tensor | None:
         """(..., size) to (..., size), in float32."""
-        norm = self.norm()
-        return self.library.rms_norm(hidden, norm) if norm is not None and is_plain(hidden) else None
+        if not is_plain(hidden) or hidden.dim() == 0:
+            return None
+        norm = self.norm(hidden.shape[-1])
+        return None if norm is None else self.library.rms_norm(hidden, norm)
 
 
 class FusedMLP(FusedForward):
     """`down(activation(gate(x)) * up(x))`."""
 
-    __slots__ = ("down", "dtype", "gate_up", "gelu")
+    __slots__ = ("down", "dtype", "gate_up", "gelu", "sizes")
 
     module: Any
     dtypes = LINEAR_DTYPES
 
-    def __init__(self, module: nn.Module, library: Library) -> None:
-        super().__init__(module, library)
-        self.gelu = _ACTIVATIONS.get(type(self.module.act_fn))
+    def __init__(self, module: nn.Module, library: Library, snapshots: Snapshots) -> None:
+        super().__init__(module, library, snapshots, ("gate_proj", "up_proj", "down_proj", "act_fn"))
         self.linears = (self.module.gate_proj, self.module.up_proj, self.module.down_proj)
+        activation = type(self.module.act_fn)
+        self.gelu = _ACTIVATIONS.get(activation)
+        if self.gelu is not None:
+            self.snapshots += (snapshots.of(activation),)
 
     def is_possible(self) -> bool:
-        """Whether the kernels have this activation; and none have a bias before it."""
-        biases = (getattr(linear, "bias", None) for linear in self.linears[:2])
-        return self.gelu is not None and all(bias is None for bias in biases)
+        """Whether the kernels have this activation, and the weights belong together."""
+        if self.gelu is None or not super().is_possible():
+            return False
+        gate, up, down = (linear.weight for linear in self.linears)
+        return gate.shape == up.shape and gate.shape[0] == down.shape[1]
+
+    def is_current(self) -> bool:
+        """The activation is what it was too; and there are no biases before it, which the kernels do not have."""
+        activation, snapshot = self.children[3][1], self.snapshots[2]
+        return (
+            super().is_current()
+            and activation is not None
+            and type(activation) is snapshot.function
+            and not is_changed(activation, snapshot.methods)
+            and (not self.gelu or _is_tanh(activation))
+            and all(linear._parameters.get("bias") is None for linear in self.linears[:2])
+        )
 
     def pack(self) -> None:
         """Gate and up together, and down."""
         gate, up, down = (linear.weight for linear in self.linears)
         self.dtype = down.dtype
+        self.sizes = (gate.shape[1], gate.shape[0], down.shape[0])
         self.gate_up = self.library.pack_gated(gate, up)
         self.down = self.library.pack(down)
 
+    def product(self) -> PackedProduct | None:
+        """The last product as it is now, None if the kernels cannot read its bias."""
+        _, num_in, num_out = self.sizes
+        bias = self.linears[2].bias
+        is_known = bias is None or is_readable(bias, (num_out,), self.dtype)
+        return PackedProduct(self.down, bias, num_in) if is_known else None
+
     def compute(self, x: Tensor) -> Tensor | None:
         """(..., size) to (..., size), in the weights' dtype."""
-        down = self.linears[2]
-        if not is_plain(x, self.dtype):
+        if not is_plain(x, self.dtype) or x.dim() == 0 or x.shape[-1] != self.sizes[0]:
             return None
-        hidden = self.library.gated(x, self.gate_up, down.in_features, gelu=bool(self.gelu))
-        return self.library.linear(hidden, self.down, down.bias, down.out_features)
+        down = self.product()
+        if down is None:
+            return None
+        hidden = self.library.gated(x, self.gate_up, self.sizes[1], gelu=bool(self.gelu))
+        return self.library.linear(hidden, down.packed, down.bias, self.sizes[2])
 
 
 class FusedAttention(FusedForward):
     """Q, K and V in one product, their norms and rotary embedding in the same call, the output's product."""
 
-    __slots__ = ("head_norms", "num_heads", "output", "qkv", "window")
+    __slots__ = ("head_norms", "num_in", "output", "output_sizes", "qkv", "sizes", "window")
 
     module: Any
 
     def __init__(
-        self, module: nn.Module, library: Library, window: Callable[[Any], int | None], *, has_norms: bool
+        self,
+        module: nn.Module,
+        library: Library,
+        snapshots: Snapshots,
+        window: Callable[[Any], int | None],
+        *,
+        has_norms: bool,
     ) -> None:
-        super().__init__(module, library)
+        norms = ("q_norm", "k_norm") if has_norms else ()
+        super().__init__(module, library, snapshots, ("q_proj", "k_proj", "v_proj", "o_proj", *norms))
         self.window = window
         self.linears = (self.module.q_proj, self.module.k_proj, self.module.v_proj, self.module.o_proj)
-        norms = (self.module.q_norm, self.module.k_norm) if has_norms else ()
-        self.parts = self.head_norms = tuple(FusedNorm(norm, library, 0.0, norm.variance_epsilon) for norm in norms)
+        self.parts = self.head_norms = tuple(
+            FusedNorm(getattr(self.module, name), library, snapshots) for name in norms
+        )
 
     def is_possible(self) -> bool:
-        """Whether the norms of query and key heads, if it has any, are known too."""
-        norms = [norm.module for norm in self.head_norms]
-        return all(is_like(norm, "llama.LlamaRMSNorm") and not is_changed(norm) for norm in norms)
+        """Whether the norms of query and key heads, if it has any, are known too, and the weights belong together."""
+        if not super().is_possible() or not all(
+            is_like(norm.module, "llama.LlamaRMSNorm") and norm.is_possible() for norm in self.head_norms
+        ):
+            return False
+        query, key, value, output = (linear.weight.shape for linear in self.linears)
+        return query[1] == key[1] == value[1] and key == value and query[0] == output[1]
 
     def pack(self) -> None:
         """Q, K and V together, and the output's."""
-        self.num_heads = tuple(linear.out_features // self.module.head_dim for linear in self.linears[:3])
         *qkv, output = (linear.weight for linear in self.linears)
+        self.sizes = tuple(len(weight) for weight in qkv)
+        self.num_in = qkv[0].shape[1]
+        self.output_sizes = tuple(output.shape)
         self.qkv = self.library.pack(torch.cat(qkv))
         self.output = self.library.pack(output)
+
+    def product(self) -> PackedProduct | None:
+        """The output's product as it is now, None if the kernels cannot read its bias."""
+        num_out, num_in = self.output_sizes
+        bias = self.linears[3].bias
+        is_known = bias is None or is_readable(bias, (num_out,))
+        return PackedProduct(self.output, bias, num_in) if is_known else None
 
     def compute(
         self,
@@ -228,13 +321,15 @@ class FusedAttention(FusedForward):
         **kwargs: Any,
     ) -> tuple[Tensor, None] | None:
         """(1, num_rows, hidden_size) to the same, and no attention weights; in an iteration only."""
+        output = self.product()
+        if output is None:
+            return None
         attended = self.attend(
             hidden_states, None, position_embeddings, attention_mask, cache, is_trial=self.is_right is None, **kwargs
         )
         if attended is None:
             return None
-        output = self.linears[3]
-        return self.library.linear(attended, self.output, output.bias, output.out_features), None
+        return self.library.linear(attended, output.packed, output.bias, self.output_sizes[0]), None
 
     def attend(
         self,
@@ -261,29 +356,34 @@ class FusedAttention(FusedForward):
         module, context = self.module, current_context()
         if context is None or cache is not None or kwargs.get("past_key_values") is not None:
             return None
-        if position_embeddings is None or not is_plain(hidden_states) or hidden_states.shape[0] != 1:
+        if position_embeddings is None or not is_plain(hidden_states) or hidden_states.dim() != 3:
             return None
         cos, sin = position_embeddings
-        num_rows, head_dim = hidden_states.shape[1], module.head_dim
+        size, num_rows, num_in = hidden_states.shape
+        head_dim = module.head_dim
+        if size != 1 or num_in != self.num_in or any(size % head_dim for size in self.sizes):
+            return None
         if not (is_plain(cos) and is_plain(sin) and cos.shape == sin.shape == (1, num_rows, head_dim)):
             return None
         if cos.stride() != sin.stride() or cos.stride(2) != 1 or num_rows != context.num_rows:
             return None
-        head_norms = [norm.norm() for norm in self.head_norms]
-        if None in head_norms:
+        head_norms = [norm.norm(head_dim) for norm in self.head_norms]
+        biases: list[Tensor | None] = [linear.bias for linear in self.linears[:3]]
+        # The kernel has one epsilon for both norms.
+        if None in head_norms or len({norm.eps for norm in head_norms if norm is not None}) > 1:
+            return None
+        if not all(bias is None or is_readable(bias, (size,)) for bias, size in zip(biases, self.sizes, strict=True)):
             return None
 
-        bias = None
-        if self.linears[0].bias is not None:
-            bias = torch.cat([linear.bias for linear in self.linears[:3]])
+        num_heads = tuple(size // head_dim for size in self.sizes)
         heads = self.library.attention_inputs(
-            hidden_states[0], norm, self.qkv, bias, self.num_heads, cos[0], sin[0], *head_norms
+            hidden_states[0], norm, self.qkv, self._joined(biases), num_heads, cos[0], sin[0], *head_norms
         )
         window = self.window(module)
         attended = attend_rows(
             context,
             module,
-            *heads[: context.batch.total_q].split(self.num_heads, dim=1),
+            *heads[: context.batch.total_q].split(num_heads, dim=1),
             scaling=module.scaling,
             dropout=module.attention_dropout if module.training else 0.0,
             sliding_window=window,
@@ -296,10 +396,27 @@ class FusedAttention(FusedForward):
         padding = num_rows - context.batch.total_q
         return nn.functional.pad(attended, (0, 0, 0, padding)) if padding else attended
 
+    def _joined(self, biases: list[Tensor | None]) -> Tensor | None:
+        """The biases of Q, K and V, one after the other, with zeros for those that are not there; None if none is."""
+        if biases == [None] * 3:
+            return None
+        return torch.cat(
+            [
+                torch.zeros(size, dtype=torch.float32, device="cpu") if bias is None else bias
+                for bias, size in zip(biases, self.sizes, strict=True)
+            ]
+        )
 
-def is_plain(tensor: Any, dtype: torch.dtype = torch.float32) -> TypeGuard[Tensor]:
-    """Whether the kernels can read it: of that dtype on the CPU, no subclass that has ideas of its own."""
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.dtype is dtype and tensor.device.type == "cpu"
+
+def _is_tanh(activation: Any) -> bool:
+    """Whether transformers' GELU by tanh computes it by PyTorch's function, and not by one of its own."""
+    act = activation.act
+    return (
+        type(act) is partial
+        and act.func is torch._C._nn.gelu
+        and not act.args
+        and act.keywords == {"approximate": "tanh"}
+    )
 
 
 def _hidden(output: Any) -> Tensor:

@@ -4,29 +4,31 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from orca_hf.fused_forwards import FusedAttention, FusedForward, FusedMLP, FusedNorm, fuse_part, is_like, is_plain
-from orca_hf.packed_linear import is_changed
-from orca_kernels.compiled import Library, PackedProduct
+from orca_hf.fused_forwards import FusedAttention, FusedForward, FusedMLP, FusedNorm, fuse_part, is_like
+from orca_hf.packed_linear import is_plain
+from orca_hf.same_code import Snapshots
+from orca_kernels.compiled import Library
 
 _LAYER = "llama.LlamaDecoderLayer"
+_CHILDREN = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 
 
-def fuse(module: nn.Module, library: Library) -> FusedForward | None:
+def fuse(module: nn.Module, library: Library, snapshots: Snapshots) -> FusedForward | None:
     """A forward for `module` by the compiled kernels, None where its own is none of those that are known."""
     if not is_like(module, _LAYER):
-        return fuse_part(module, library)
-    layer: Any = module
-    children = (layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm, layer.mlp)
-    if any(map(is_changed, children)):
-        return None
-    before, attention, after, mlp = (fuse_part(child, library) for child in children)
+        return fuse_part(module, library, snapshots)
+    children = [module._modules.get(name) for name in _CHILDREN]
+    before, attention, after, mlp = (
+        None if child is None else fuse_part(child, library, snapshots) for child in children
+    )
     if (
         isinstance(before, FusedNorm)
         and isinstance(attention, FusedAttention)
         and isinstance(after, FusedNorm)
         and isinstance(mlp, FusedMLP)
     ):
-        return FusedLayer(module, library, before, attention, after, mlp)
+        layer = FusedLayer(module, library, snapshots, before, attention, after, mlp)
+        return layer if layer.is_possible() else None
     return None
 
 
@@ -41,18 +43,24 @@ class FusedLayer(FusedForward):
         self,
         module: nn.Module,
         library: Library,
+        snapshots: Snapshots,
         before: FusedNorm,
         attention: FusedAttention,
         after: FusedNorm,
         mlp: FusedMLP,
     ) -> None:
-        super().__init__(module, library)
+        super().__init__(module, library, snapshots, _CHILDREN)
         self.before = before
         self.attention = attention
         self.after = after
         self.mlp = mlp
         self.linears = (*attention.linears, *mlp.linears)
         self.parts = (before, attention, *attention.parts, after, mlp)
+
+    def is_possible(self) -> bool:
+        """Whether the products fit together too."""
+        output, gate, down = (linear.weight.shape for linear in (self.linears[3], *self.mlp.linears[::2]))
+        return super().is_possible() and self.linears[0].weight.shape[1] == output[0] == gate[1] == down[0]
 
     def pack(self) -> None:
         """What the attention and the MLP pack."""
@@ -70,8 +78,12 @@ class FusedLayer(FusedForward):
         **kwargs: Any,
     ) -> Tensor | None:
         """(1, num_rows, hidden_size) to the same; in an iteration only."""
-        before, after = self.before.norm(), self.after.norm()
-        if before is None or after is None or not is_plain(hidden_states) or not hidden_states.is_contiguous():
+        if not is_plain(hidden_states) or not hidden_states.is_contiguous() or hidden_states.dim() != 3:
+            return None
+        size = self.attention.num_in
+        before, after = self.before.norm(size), self.after.norm(size)
+        output, down = self.attention.product(), self.mlp.product()
+        if before is None or after is None or output is None or down is None:
             return None
         attended = self.attention.attend(
             hidden_states,
@@ -84,13 +96,12 @@ class FusedLayer(FusedForward):
         )
         if attended is None:
             return None
-        output, down = self.attention.linears[3], self.mlp.linears[2]
         return self.library.layer_outputs(
             attended[0],
             hidden_states[0],
-            PackedProduct(self.attention.output, output.bias, output.in_features),
+            output,
             after,
             self.mlp.gate_up,
-            PackedProduct(self.mlp.down, down.bias, down.in_features),
+            down,
             gelu=bool(self.mlp.gelu),
         )[None]

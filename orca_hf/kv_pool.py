@@ -112,7 +112,7 @@ def _reserve(shape: tuple[int, ...], like: Tensor) -> Tensor:
     where the user asks for deterministic algorithms, but never a storage.
     """
     storage = torch.UntypedStorage(math.prod(shape) * like.element_size(), device=like.device)
-    return like.new_empty(0).set_(storage, 0, shape)
+    return like.new_empty(0).set_(storage).view(shape)
 
 
 def choose_num_slots(config: OrcaConfig, bytes_per_slot: dict[torch.device, int], max_request_len: int | None) -> int:

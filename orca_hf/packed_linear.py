@@ -6,13 +6,14 @@ SmolLM2-135M in fp32, oneDNN's makes the linears 1.5 to 2 times faster than plai
 compiled kernels' is another 1.2 to 2 times faster; in bf16, oneDNN's saves a third.
 """
 
-from collections.abc import Callable
-from typing import TypeGuard
+from collections.abc import Callable, Iterable
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from orca_hf.patches import StandIn
+from orca_hf.same_code import Snapshot
 from orca_kernels import compiled
 
 # Below this a packed product's fixed cost, 12 us, is more than it saves (measured at 1 to 64 rows).
@@ -38,17 +39,49 @@ def can_pack(module: nn.Module) -> TypeGuard[nn.Linear]:
     )
 
 
-def is_changed(module: nn.Module) -> bool:
-    """Whether a module has a forward that is not its class's, or hooks around it."""
-    return "forward" in module.__dict__ or bool(module._forward_hooks or module._forward_pre_hooks)
+def is_changed(module: nn.Module, methods: Iterable[str] = ("forward", "weight", "bias")) -> bool:
+    """Whether a module has something of its own where its class's is expected, or hooks around its forward.
+
+    Args:
+        module: The module.
+        methods: Names of what is expected to be its class's, or PyTorch's for its class.
+    """
+    own = module.__dict__
+    return bool(module._forward_hooks or module._forward_pre_hooks) or any(
+        name in own and not isinstance(own[name], StandIn) for name in methods
+    )
+
+
+def is_readable(parameter: Any, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> TypeGuard[Tensor]:
+    """Whether the kernels can read a parameter by its address: of that shape and dtype, contiguous, aligned."""
+    return (
+        is_plain(parameter, dtype)
+        and parameter.shape == shape
+        and parameter.is_contiguous()
+        and parameter.data_ptr() % parameter.element_size() == 0
+    )
+
+
+def is_plain(tensor: Any, dtype: torch.dtype = torch.float32) -> TypeGuard[Tensor]:
+    """Whether the kernels can read it: of that dtype on the CPU, no subclass that has ideas of its own."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.dtype is dtype and tensor.device.type == "cpu"
 
 
 class PackedLinear(StandIn):
-    """The packed product; under autograd, under autocast and in another dtype the linear's own."""
+    """The packed product; under autograd, under autocast and in another dtype the linear's own.
 
-    __slots__ = ("dtype", "product")
+    Args:
+        module: The linear.
+        snapshot: Of its class.
+    """
+
+    __slots__ = ("dtype", "product", "shape", "snapshots")
 
     module: nn.Linear
+
+    def __init__(self, module: nn.Linear, snapshot: Snapshot) -> None:
+        super().__init__(module)
+        self.snapshots = (snapshot,)
 
     @property
     def linears(self) -> tuple[nn.Linear, ...]:
@@ -62,21 +95,25 @@ class PackedLinear(StandIn):
 
     def pack(self) -> None:
         """Make the copy of the weight; asked for before the first call, under no_grad."""
-        self.dtype = self.module.weight.dtype
-        self.product = _make_product(self.module.weight.detach())
+        weight = self.module.weight
+        self.dtype = weight.dtype
+        self.shape = weight.shape
+        self.product = _make_product(weight.detach())
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """(..., num_in) to (..., num_out)."""
+        num_out, num_in = self.shape
         bias = self.module.bias
         if (
             torch.is_grad_enabled()
-            or type(hidden) is not Tensor
-            or hidden.dtype is not self.dtype
-            or hidden.device.type != "cpu"
+            or not is_plain(hidden, self.dtype)
+            or hidden.dim() == 0
+            or hidden.shape[-1] != num_in
             or torch.is_autocast_enabled("cpu")
-            or not (bias is None or (bias.dtype is self.dtype and bias.is_contiguous()))
+            or not (bias is None or is_readable(bias, (num_out,), self.dtype))
         ):
-            return nn.functional.linear(hidden, self.module.weight, bias)
+            own: Tensor = super().__call__(hidden)
+            return own
         return self.product(hidden, bias)
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Container, Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from orca_hf.fused_forwards import FusedForward
 from orca_hf.fused_layer import fuse
 from orca_hf.packed_linear import PackedLinear, can_pack, is_changed
 from orca_hf.patches import StandIn
-from orca_hf.same_code import Snapshot
+from orca_hf.same_code import Snapshot, Snapshots
 from orca_kernels import compiled
 
 # Elements of a product that fit into a core's cache.
@@ -46,6 +45,7 @@ class _Source:
         weight = self.linear._parameters.get("weight")  # by attribute it takes ten times as long
         return (
             weight is self.weight
+            and type(self.linear) is nn.Linear
             and weight._version == self.version
             and weight.data_ptr() == self.pointer
             and not is_changed(self.linear)
@@ -72,8 +72,7 @@ class PackedWeights:
         self._batch_invariant = batch_invariant
         self._sources: dict[Forward, tuple[_Source, ...]] = {}
         self._modules: set[nn.Module] = set()  # those that a stand-in, or a linear's, stands for
-        # Modules of one class share one, so that it is looked at once in an iteration.
-        self._snapshots: dict[tuple[type, Callable[..., Any]], Snapshot] = {}
+        self._snapshots = Snapshots()
 
     @property
     def num_bytes(self) -> int:
@@ -90,7 +89,7 @@ class PackedWeights:
         """Drop all packed copies."""
         self._sources.clear()
         self._modules.clear()
-        self._snapshots.clear()
+        self._snapshots = Snapshots()
 
     def pack(self, modules: Iterable[nn.Module], max_bytes: Callable[[], int]) -> None:
         """Pack what can be among `modules`, and is not yet; all of it or nothing.
@@ -111,9 +110,9 @@ class PackedWeights:
         Args:
             deep: Compare the weights' contents too, not only PyTorch's own bookkeeping.
         """
-        known = {snapshot for snapshot in self._snapshots.values() if snapshot.is_current()}
+        known = self._snapshots.current()
         for forward, sources in list(self._sources.items()):
-            if _is_known(forward, known) and all(
+            if _is_current(forward, known) and all(
                 source.is_current() and not (deep and not _same(source.fingerprint, _fingerprint(source.weight)))
                 for source in sources
             ):
@@ -124,17 +123,12 @@ class PackedWeights:
             self._add(self._find(modules))
 
     def _find(self, modules: Iterable[nn.Module]) -> list[Forward]:
-        found = _find_forwards(modules)
+        found = _find_forwards(modules, self._snapshots)
         return [forward for forward in found if forward.is_batch_invariant] if self._batch_invariant else found
 
     def _add(self, found: Iterable[Forward]) -> None:
         with torch.no_grad():
             for forward in found:
-                for fused in _fused(forward):
-                    name = fused.known.owner, fused.known.forward
-                    if name not in self._snapshots or not self._snapshots[name].is_current():
-                        self._snapshots[name] = fused.known
-                    fused.known = self._snapshots[name]
                 forward.pack()
                 self._sources[forward] = tuple(map(_Source.of, forward.linears))
                 self._modules.update(_modules_of(forward))
@@ -151,29 +145,32 @@ def _modules_of(forward: Forward) -> dict[nn.Module, None]:
     return dict.fromkeys((forward.module, *(part.module for part in _fused(forward)), *forward.linears))
 
 
-def _is_known(forward: Forward, known: AbstractSet[Snapshot]) -> bool:
-    """Whether the forwards that the stand-in was made for are still what they were."""
+def _is_current(forward: Forward, known: AbstractSet[Snapshot]) -> bool:
+    """Whether all code whose work a stand-in does is what it was made for, and the modules hold each other as then."""
     fused = _fused(forward)
-    return all(each.known in known for each in fused) and not any(is_changed(part.module) for part in fused[1:])
+    return all(snapshot in known for each in fused or (forward,) for snapshot in each.snapshots) and all(
+        each.is_current() for each in fused
+    )
 
 
-def _find_forwards(modules: Iterable[nn.Module]) -> list[Forward]:
+def _find_forwards(modules: Iterable[nn.Module], snapshots: Snapshots) -> list[Forward]:
     """What can stand in for the forwards of `modules`, of which each comes before those inside it."""
     left = dict.fromkeys(modules)
     packable = dict.fromkeys(filter(can_pack, left))
-    if not packable:
+    linear = snapshots.of(nn.Linear)
+    if not packable or not linear.is_original:
         return []
     found: list[Forward] = []
     library = compiled.library()
     if library is not None:
         for module in list(left):
-            if module not in left or is_changed(module) or (forward := fuse(module, library)) is None:
+            if module not in left or is_changed(module) or (forward := fuse(module, library, snapshots)) is None:
                 continue
             if _can_read(forward, packable):
                 found.append(forward)
                 for taken in _modules_of(forward):
                     left.pop(taken, None)
-    return [*found, *map(PackedLinear, (linear for linear in packable if linear in left))]
+    return [*found, *(PackedLinear(each, linear) for each in packable if each in left)]
 
 
 def _can_read(forward: FusedForward, packable: Container[nn.Linear]) -> bool:
@@ -192,12 +189,13 @@ def _fingerprint(weight: Tensor) -> tuple[Tensor, ...]:
     row_bytes = weight.shape[1] * weight.element_size()
     library = compiled.library()
     if library is not None and row_bytes % 4 == 0:
-        words = weight.view(torch.int32)
-        return (library.fingerprint(words, _factors(words.shape[1])),)
+        return (library.fingerprint(weight, _factors(row_bytes // 4)),)
     # The sum of its bits sees the smallest change of one value, its product with a fixed random vector any change that
     # moves what the linear computes.
-    widest = next(word for word in (torch.int64, torch.int32, torch.int16) if row_bytes % word.itemsize == 0)
-    bits = weight.view(widest).sum(dim=1, dtype=torch.int64)
+    begin = weight.storage_offset() * weight.element_size()
+    words = (torch.int64, torch.int32, torch.int16)
+    widest = next(word for word in words if row_bytes % word.itemsize == begin % word.itemsize == 0)
+    bits = weight.reshape(-1).view(widest).unflatten(0, (len(weight), -1)).sum(dim=1, dtype=torch.int64)
     direction = _direction(weight.shape[1])
     # In pieces that stay in the cache: twice as fast as one product, which would write the weight's size to memory.
     pieces = [(piece.float() * direction).sum(dim=1) for piece in weight.split(max(1, _CACHED // weight.shape[1]))]

@@ -15,7 +15,7 @@ from orca_hf import OrcaConfig
 from orca_hf.fused_forwards import FusedAttention, FusedMLP, FusedNorm
 from orca_hf.fused_layer import FusedLayer, fuse
 from orca_hf.packed_weights import PackedWeights
-from orca_hf.same_code import has_same_forward
+from orca_hf.same_code import Snapshots, has_same_forward
 from orca_kernels import compiled
 
 KINDS = {FusedLayer: "layer", FusedNorm: "norm", FusedMLP: "mlp", FusedAttention: "attention"}
@@ -113,12 +113,12 @@ def test_models_whose_rotary_embedding_differs_are_told_apart():
 
 def test_an_activation_that_the_kernels_lack_is_left_alone(library):
     config = make_model("llama", hidden_act="relu").config
-    assert fuse(LlamaMLP(config), library) is None
+    assert fuse(LlamaMLP(config), library, Snapshots()) is None
 
 
 def test_what_turns_out_to_differ_is_given_up(library, caplog):
     norm = LlamaRMSNorm(64)
-    forward = fuse(norm, library)
+    forward = fuse(norm, library, Snapshots())
     forward.offset = 0.5  # as if a later transformers meant something else
     hidden = torch.randn(1, 3, 64)
     with torch.no_grad(), caplog.at_level(logging.WARNING, "orca_hf.fused_forwards"):
@@ -138,7 +138,7 @@ ELSEWHERE = {
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_elsewhere_it_is_the_modules_own(library, name):
     norm = LlamaRMSNorm(64)
-    forward, hidden = fuse(norm, library), torch.randn(1, 3, 64)
+    forward, hidden = fuse(norm, library, Snapshots()), torch.randn(1, 3, 64)
     grad = torch.enable_grad() if name == "with gradients" else torch.no_grad()
     with grad:
         ours, expected = ELSEWHERE[name](forward, hidden.clone()), ELSEWHERE[name](norm, hidden.clone())

@@ -314,18 +314,20 @@ class Library:
         )
         return out
 
-    def fingerprint(self, words: Tensor, factors: Tensor) -> Tensor:
-        """A number for each row, another one almost surely where any of its words has changed; at memory's speed.
+    def fingerprint(self, rows: Tensor, factors: Tensor) -> Tensor:
+        """A number for each row, another one almost surely where any of its bits has changed; at memory's speed.
 
         Args:
-            words: (num_rows, size) int32, contiguous.
-            factors: (size,) int32, positive and random, contiguous.
+            rows: (num_rows, size) of any dtype, contiguous, at any address; each row a number of words of 32 bits.
+            factors: As many int32 as a row has words, positive and random, contiguous.
 
         Returns:
             (num_rows,) int64: the sums of the words, taken as unsigned, times their factors, modulo 2^64.
         """
-        out = _empty(words.shape[0], dtype=torch.int64)
-        self._fingerprint(words.data_ptr(), factors.data_ptr(), out.data_ptr(), *words.shape, torch.get_num_threads())
+        out = _empty(rows.shape[0], dtype=torch.int64)
+        self._fingerprint(
+            rows.data_ptr(), factors.data_ptr(), out.data_ptr(), len(rows), len(factors), torch.get_num_threads()
+        )
         return out
 
     def store(self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
@@ -458,17 +460,18 @@ def _bytes_apart(rows: Tensor, element_size: int) -> tuple[int, int, int]:
 
 def can_read(weight: Tensor) -> bool:
     """Whether `Library.pack` takes a weight (num_out, num_in), contiguous, on the CPU: in bfloat16 it reads pairs."""
-    is_paired = weight.shape[1] % 2 == 0 and weight.storage_offset() % 2 == 0
-    return weight.dtype is torch.float32 or (weight.dtype is torch.bfloat16 and is_paired)
+    return weight.dtype is torch.float32 or (weight.dtype is torch.bfloat16 and weight.shape[1] % 2 == 0)
 
 
 def _words(rows: Tensor) -> Tensor:
-    """`rows` (num_rows, size), its last stride 1, as words of 32 bits: float32 as it is, bfloat16 in pairs."""
-    if rows.dtype is torch.float32:
-        return rows
-    if rows.stride(0) % 2 or rows.storage_offset() % 2:
+    """`rows` (num_rows, size), its last stride 1, as words of 32 bits: float32 as it is, bfloat16 in pairs.
+
+    They are copied where they do not lie on words: a view may begin anywhere in a storage, and a storage anywhere.
+    """
+    is_paired = rows.dtype is not torch.float32
+    if rows.data_ptr() % 4 or (is_paired and (rows.stride(0) % 2 or rows.storage_offset() % 2)):
         rows = rows.clone(memory_format=torch.contiguous_format)
-    return rows.view(torch.float32)
+    return rows.view(torch.float32) if is_paired else rows
 
 
 def _flatten(rows: Tensor) -> Tensor:

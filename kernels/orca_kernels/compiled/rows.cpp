@@ -11,6 +11,8 @@
 
 namespace {
 
+typedef uint32_t Anywhere __attribute__((aligned(1)));  // a word that need not lie on a multiple of its size
+
 constexpr int64_t kSerial = 1 << 15; // elements that are done before a second thread has woken
 
 inline float inverse_rms(const float* __restrict x, int64_t size, float eps) {
@@ -73,12 +75,12 @@ void orca_rms_norm_f32(const float* x, int64_t x_row, const float* weight, float
 // A number for each row: the sum of its words times random factors, in 64 bits. So the change of one word always changes
 // it, and any other all but surely; in 32 bits the flip of every sign, which each adds 2^31, would go unseen.
 //
-// words: (num_rows, size), contiguous. factors: (size), not 0. out: (num_rows).
-void orca_fingerprint(const uint32_t* words, const uint32_t* factors, uint64_t* out, int64_t num_rows, int64_t size,
+// words: (num_rows, size), contiguous, at any address. factors: (size), not 0. out: (num_rows).
+void orca_fingerprint(const Anywhere* words, const uint32_t* factors, uint64_t* out, int64_t num_rows, int64_t size,
                       int64_t num_threads) {
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows * size > kSerial)
   for (int64_t r = 0; r < num_rows; ++r) {
-    const uint32_t* const row = words + r * size;
+    const Anywhere* const row = words + r * size;
     uint64_t sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (int64_t i = 0; i < size; ++i) sum += static_cast<uint64_t>(row[i]) * factors[i];
