@@ -19,7 +19,7 @@ class Calls:
     The engine's lock is held around all of it but `abandon`.
 
     Attributes:
-        ended: Done, and their listeners, whose streamers run a user's code, not told yet.
+        ended: Done, and their listeners not told yet: their streamers run a user's code, or an interruption came.
     """
 
     def __init__(self) -> None:
@@ -55,11 +55,16 @@ class Calls:
         number = self._live.get(generation)
         if number is None:
             return False
-        if generation.streamer is not None and generation.listener is not None:
+        if generation.listener is not None:
             self.ended.append(generation)  # before it is forgotten, so that no interruption makes it forgotten only
         self._timed.pop(number, None)
         del self._live[generation]
         return True
+
+    def told(self, generation: Generation) -> None:
+        """The listener of one that has ended knows."""
+        if generation in self.ended:
+            self.ended.remove(generation)
 
     def abandon(self, generation: Generation) -> None:
         """Nobody will read it. Takes no lock: the garbage collector may call it anywhere."""

@@ -385,8 +385,7 @@ class Engine:
             assert generation.listener is not None
             generation.listener.ended()  # it stays until it has been told, whatever interrupts
             with self._state:
-                if ended and ended[0] is generation:
-                    ended.popleft()
+                self._calls.told(generation)
 
     def _mend(self) -> None:
         """Begin anew where an interruption cut something off; the lock is held.
@@ -559,6 +558,7 @@ class Engine:
             self._state.notify_all()  # its thread waits in here
         elif generation.streamer is None:
             generation.listener.ended()
+            self._calls.told(generation)
 
     def _end(self, generation: Generation) -> None:
         """A call's thread leaves: whatever of it is not over is cancelled; may be called again."""

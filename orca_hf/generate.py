@@ -21,6 +21,7 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerationMixin, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from orca_hf import random_state
 from orca_hf.attention_context import current_context, no_iteration
 from orca_hf.config import OrcaConfig
 from orca_hf.eligibility import GENERATE_KEYWORDS, call_reasons, input_reasons, output_reasons, prepared_reasons
@@ -118,7 +119,7 @@ class OrcaGenerate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """generate() of the wrapped model: same arguments, same result, same errors."""
-        return outermost(lambda: self._call(args, kwargs), (self._lock,))
+        return outermost(lambda: self._call(args, kwargs), (self._lock, *random_state.LOCKS))
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_inside():

@@ -6,6 +6,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput, MaxLengthCriteria
 
+from orca_hf import random_state
 from orca_hf.engines import Engine
 from orca_hf.errors import TokenIdError, UnsupportedError
 from orca_hf.interruption import always
@@ -92,13 +93,20 @@ class PreparedCall:
         Raises:
             BaseException: Whatever ended it; `has_tokens` says whether there were tokens by then.
         """
-        generation = self.generation(streamer)
+        made: list[Generation] = []
+
+        def work() -> None:
+            made.append(self.generation(streamer))
+            self.engine.run(made[0])
 
         def close() -> None:
-            self.has_tokens = any(request.generated for request in generation.requests)
-            generation.close(discard=isinstance(generation.error, UnsupportedError) and not self.has_tokens)
+            for generation in made:
+                self.has_tokens = any(request.generated for request in generation.requests)
+                generation.close(discard=isinstance(generation.error, UnsupportedError) and not self.has_tokens)
+            random_state.leave()
 
-        always(lambda: self.engine.run(generation), close)
+        always(work, close)
+        (generation,) = made
         if not self.generation_config.return_dict_in_generate:
             return generation.sequences()
         fields: dict[str, Any] = {

@@ -12,8 +12,9 @@ from torch import Tensor
 from orca_hf import multinomial
 
 _NUM_SEEDS = 2**62
-# States of default generators that a running call has taken as its own, so that no two calls draw the same numbers.
-_taken: list[Tensor] = []
+# By thread, the state of a default generator that its running call has taken as its own, so that no two calls draw the
+# same numbers.
+_taken: dict[int, Tensor] = {}
 _lock = threading.RLock()  # a user's code, which may draw in turn, runs under it
 LOCKS = (_lock,)
 _seed: ContextVar[int | None] = ContextVar("orca_seed", default=None)
@@ -21,6 +22,11 @@ if hasattr(os, "register_at_fork"):
     # Held over a fork, so that no child finds it taken by a thread that it does not have; nor do calls of such go on.
     os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
     os.register_at_fork(after_in_child=_taken.clear)
+
+
+def leave() -> None:
+    """The calling thread's call is over, and the state that it has taken may be another's."""
+    _taken.pop(threading.get_ident(), None)
 
 
 @contextmanager
@@ -94,14 +100,14 @@ class DefaultGenerator:
                 and seed is None
                 and of_thread is None
                 and num_streams == 1
-                and not any(torch.equal(self._start, state) for state in _taken)
+                and not any(torch.equal(self._start, state) for state in _taken.values())
             )
             if seed is not None:
                 self._streams = [torch.Generator(device).manual_seed(seed)]
             elif shared:
                 self._streams = [self._default]
             elif self._follows:
-                _taken.append(self._start)
+                _taken[threading.get_ident()] = self._start
                 self._streams = [torch.Generator(device)]
                 self._streams[0].set_state(self._start)
             else:
@@ -151,7 +157,7 @@ class DefaultGenerator:
             if self._follows:
                 if not discard and torch.equal(self._default.get_state(), self._start):
                     self._default.set_state(self._streams[0].get_state())
-                _taken[:] = [state for state in _taken if state is not self._start]
+                leave()
             self._closed = True
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from orca_hf.random_state import DefaultGenerator
-from orca_hf.request import Request
+from orca_hf.request import Request, RequestState
 from orca_hf.sampling_options import SamplingOptions
 from orca_hf.warping import RowProbabilities, faster, stack_size, warped_probabilities
 
@@ -171,11 +171,14 @@ class Generation:
         Returns:
             Them.
         """
-        if self.error is not None:
-            return []
-        unfinished = [request for request in self.requests if not self._has_ended(request)]
-        for request in unfinished:
+        unfinished = []
+        for request in self.requests:
+            ended = self.error is not None or self._has_ended(request)
             request.reset()
+            if ended:
+                request.state = RequestState.FINISHED
+            else:
+                unfinished.append(request)
         self._num_open = len(unfinished)
         return unfinished
 

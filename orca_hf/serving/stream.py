@@ -87,6 +87,7 @@ class Stream:
         self._clock = clock
         self._on_end = on_end
         self._done = False
+        self._is_told = False  # its owner knows that it has ended
         self._cancelled: BaseException | None = None
         self._sequence: Tensor | None = None
         self.lock = threading.RLock()
@@ -154,7 +155,7 @@ class Stream:
     def ended(self) -> None:
         """The engine is done with it."""
         generation = self.generation
-        if self._done or generation is None:
+        if self._is_told or generation is None:
             return
         error = generation.error
         can_fall_back = not self.tokens and self._cancelled is None and self.fall_back is not None
@@ -195,14 +196,16 @@ class Stream:
     def finish(self, error: BaseException | None, sequence: Tensor | None = None) -> None:
         """End it, unless it has ended."""
         with self.lock:
-            if self._done:
+            if not self._done:
+                self.error = error
+                self.traceback = None if error is None else error.__traceback__
+                self._sequence = sequence
+                self._end = self._clock()
+                self._done = True
+                self._notify()
+            if self._is_told:
                 return
-            self.error = error
-            self.traceback = None if error is None else error.__traceback__
-            self._sequence = sequence
-            self._end = self._clock()
-            self._done = True
-            self._notify()
+            self._is_told = True
         self._on_end(self)
 
     def cancel(self, error: BaseException) -> None:
