@@ -19,7 +19,8 @@ from orca_hf.server.errors import bad_request, validation_error
 Form = TypeVar("Form", bound=BaseModel)
 
 # Far more than a request has that could be answered, whose numbers alone, as token ids, may be as many as bytes allow.
-_MAX_CONTAINERS = 2**16
+# Of lists and objects fewer: once there are many, Python's garbage collector looks at all that the process has.
+_MAX_CONTAINERS = 2**14
 _MAX_STRINGS = 2**16
 _SCHEMAS = "#/components/schemas/{model}"
 

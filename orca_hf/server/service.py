@@ -41,6 +41,7 @@ class Call:
         client: Whose it is.
         ticket: Its right to be here, which whoever asked for it gives back.
         lane: Where it is prepared.
+        compiling: Where its schema is compiled.
         looking: Where its prompts are looked at by the model.
         writing: Where its answers are written, if they are long.
     """
@@ -48,12 +49,17 @@ class Call:
     client: str
     ticket: Ticket
     lane: Lane
+    compiling: Lane
     looking: Lane
     writing: Lane
 
     async def run(self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Runs a piece of its preparation, in its turn."""
         return await self.lane.run(self.client, work, *args, **kwargs)
+
+    async def compile(self, work: Callable[..., T], *args: Any) -> T:
+        """Runs what compiles a schema."""
+        return await self.compiling.run(self.client, work, *args)
 
     async def look(self, work: Callable[..., T], *args: Any) -> T:
         """Runs what waits for the model."""
@@ -101,11 +107,10 @@ class Service:
         self._device = input_device(model)
         self._running: set[Answers] = set()
         # A lane for each kind of work by how long a piece of it takes, so that what is quick waits for quick work only:
-        # small requests; large ones, of which one text can take seconds; schemas, likewise; prompts that wait for the
-        # model; and answers that are long to write.
-        self._quick, self._long, self._compiling, self._looking, self._writing = self._lanes = [
-            Lane(name) for name in ("prepare", "prepare-long", "compile", "prompts", "write")
-        ]
+        # a text, or a schema, can take seconds if its request is large. Then prompts that wait for the model, and
+        # answers that are long to write.
+        names = ("prepare", "prepare-long", "compile", "compile-long", "look", "write")
+        self._lanes = {name: Lane(name) for name in names}
         # Tokenizers may be used by several threads while none changes them, which their first call may do.
         tokenizer("")
 
@@ -126,8 +131,8 @@ class Service:
             ApiError: It is too much at once, or the server is shutting down.
         """
         ticket = self.limits.admit(client, 1)
-        lane = self._quick if size <= _QUICK else self._long
-        return Call(client, ticket, lane, self._looking, self._writing)
+        kinds = ("prepare", "compile") if size <= _QUICK else ("prepare-long", "compile-long")
+        return Call(client, ticket, *(self._lanes[name] for name in (*kinds, "look", "write")))
 
     async def read(self, call: Call, body: bytes, form: type[Form]) -> Form:
         """A request from its body.
@@ -155,7 +160,7 @@ class Service:
             prompts = [await call.run(self._prompt, request, each) for each in given]
             grammar = None
             if options.format is not None:
-                grammar = await self._compiling.run(call.client, self._grammars.compiled, options.format)
+                grammar = await call.compile(self._grammars.compiled, options.format)
             for prompt, length in prompts:
                 for _ in range(options.num_answers):
                     index = len(answers)
@@ -178,14 +183,14 @@ class Service:
 
     def stop_running(self) -> None:
         """Ends all requests that are still open, telling their clients why."""
-        for lane in self._lanes:
+        for lane in self._lanes.values():
             lane.fail(_shutting_down())
         for answers in list(self._running):
             answers.fail(_shutting_down())
 
     def close(self) -> None:
         """Ends the threads; the engine is its owner's."""
-        for lane in self._lanes:
+        for lane in self._lanes.values():
             lane.close()
 
     def _read(self, body: bytes, form: type[Form]) -> Form:

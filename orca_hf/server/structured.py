@@ -1,6 +1,7 @@
 """Answers that follow a JSON schema: llguidance says which tokens may come next, the logits of all others go."""
 
 import json
+import threading
 from collections import OrderedDict
 from typing import Any
 
@@ -12,8 +13,10 @@ from orca_hf.server.errors import ApiError, bad_request
 from orca_hf.server.protocol import ResponseFormat
 
 _FIELD = "response_format"
+# Characters of a schema, of which the longest take some seconds.
+_MAX_LENGTH = 2**17
 _MAX_REMEMBERED = 64  # grammars
-_MAX_CHARACTERS = 2**20  # of their schemas together
+_MAX_LENGTHS = 8 * _MAX_LENGTH  # of their schemas together
 _MAX_WORDS = 500  # characters of llguidance's errors, which may quote the whole grammar
 
 
@@ -35,9 +38,7 @@ class Grammar:
 
 
 class Grammars:
-    """Compiles schemas, and remembers those that were asked for last. Used by one thread.
-
-    llguidance ends a compilation that needs too much; what it may need is about two seconds.
+    """Compiles schemas, and remembers those that were asked for last. May be used by several threads.
 
     Args:
         tokenizer: The model's.
@@ -49,6 +50,7 @@ class Grammars:
         self._tokenizer: Any = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
+        self._lock = threading.Lock()  # guards what follows, and is not held while a schema is compiled
         self._vocabulary: Any = None
         self._remembered: OrderedDict[str, Grammar] = OrderedDict()  # by schema, the last used at the end
 
@@ -59,10 +61,17 @@ class Grammars:
             ApiError: The schema cannot be followed, or llguidance is not installed.
         """
         schema = json.dumps(_schema(wanted))
-        grammar = self._remembered.pop(schema, None) or self._compile(schema, wanted)
-        self._remembered[schema] = grammar
-        while len(self._remembered) > _MAX_REMEMBERED or sum(map(len, self._remembered)) > _MAX_CHARACTERS:
-            self._remembered.popitem(last=False)
+        if len(schema) > _MAX_LENGTH:
+            raise bad_request(f"The schema has {len(schema)} characters; at most {_MAX_LENGTH} are taken.", _FIELD)
+        with self._lock:
+            grammar = self._remembered.get(schema)
+        if grammar is None:
+            grammar = self._compile(schema, wanted)
+        with self._lock:
+            self._remembered[schema] = grammar
+            self._remembered.move_to_end(schema)
+            while len(self._remembered) > _MAX_REMEMBERED or sum(map(len, self._remembered)) > _MAX_LENGTHS:
+                self._remembered.popitem(last=False)
         return grammar
 
     def _compile(self, schema: str, wanted: ResponseFormat) -> Grammar:
@@ -89,16 +98,17 @@ class Grammars:
         """The vocabulary as llguidance sees it, made once."""
         import llguidance.hf
 
-        if self._vocabulary is None:
-            try:
-                self._vocabulary = llguidance.hf.from_tokenizer(
-                    self._tokenizer, n_vocab=self._vocab_size, eos_token=self._eos_token_ids
-                )
-            except ValueError as error:
-                raise ApiError(
-                    400, f"llguidance cannot work with this model's tokenizer: {error}", param=_FIELD
-                ) from error
-        return self._vocabulary
+        with self._lock:
+            if self._vocabulary is None:
+                try:
+                    self._vocabulary = llguidance.hf.from_tokenizer(
+                        self._tokenizer, n_vocab=self._vocab_size, eos_token=self._eos_token_ids
+                    )
+                except ValueError as error:
+                    raise ApiError(
+                        400, f"llguidance cannot work with this model's tokenizer: {error}", param=_FIELD
+                    ) from error
+            return self._vocabulary
 
 
 def _schema(wanted: ResponseFormat) -> dict[str, Any]:
@@ -110,7 +120,8 @@ def _schema(wanted: ResponseFormat) -> dict[str, Any]:
 
 
 def _cannot_be_followed(why: str) -> ApiError:
-    shown = why if len(why) <= _MAX_WORDS else why[:_MAX_WORDS] + "..."
+    first = why.partition("\n")[0]  # its own stack may follow
+    shown = first if len(first) <= _MAX_WORDS else first[:_MAX_WORDS] + "..."
     return bad_request(f"The schema cannot be followed: {shown}", _FIELD)
 
 
