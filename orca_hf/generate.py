@@ -274,7 +274,7 @@ class OrcaGenerate:
         return getattr(type(self.model), name).__get__(self.model)
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        bound = self.__signature__.bind(*args, **kwargs)
+        bound = _signature_of(type(self.model).generate).bind(*args, **kwargs)  # type: ignore[attr-defined]
         bound.arguments.setdefault("kwargs", {})
         return bound.arguments
 

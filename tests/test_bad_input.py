@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from oracle import assert_same
 from tiny import PROMPTS, VOCAB, make_model, pad_left
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
@@ -65,6 +66,35 @@ def test_bad_input_is_answered_as_natively(twins, name):
 def test_a_token_id_outside_the_vocabulary_is_named(twins):
     with pytest.raises(TokenIdError, match=r"Row 1 has token id 99999.*0 to 96"):
         twins[1].generate(torch.tensor([[5, 6], [7, 99999]]), max_new_tokens=2)
+
+
+@pytest.mark.parametrize("token", [-100, -1, VOCAB, 5000])
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_token_that_the_model_does_not_have_is_an_error_at_padding_too(twins, token, masked):
+    made = {
+        "input_ids": torch.tensor([[5, 6, 7], [token, 8, 9]]),
+        "attention_mask": torch.tensor([[1, 1, 1], [0 if masked else 1, 1, 1]]),
+        "max_new_tokens": 2,
+    }
+    for model in twins:
+        with pytest.raises(IndexError):
+            model.generate(**made)
+    assert twins[1].generate.engines[0].stats.num_waiting == 0
+
+
+@pytest.mark.parametrize("rows", [1, len(PROMPTS)])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "mpt", "gpt_neo"])
+def test_where_natively_padding_makes_nan_so_it_is_here(model_type, implementation, rows):
+    plain, model = (make_model(model_type).to(torch.float64) for _ in range(2))
+    for each in (plain, model):
+        if model_type in ("llama", "gemma3_text"):
+            each.set_attn_implementation(implementation)
+    orca_hf.wrap(model)
+    made = {**pad_left(PROMPTS[:rows]), "max_new_tokens": 4, "do_sample": False}
+    assert_same(plain.generate(**made), model.generate(**made))
+    if rows == 1:
+        assert orca_hf.explain(model, **made).runs_by == "orca"
 
 
 def test_a_request_over_the_pool_is_refused_with_the_numbers(twins):

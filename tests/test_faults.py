@@ -21,11 +21,11 @@ ONE = {"input_ids": torch.tensor([PROMPTS[3]]), "max_new_tokens": 12, "do_sample
 WAIT = 30
 
 
-def assert_whole(model):
+def assert_whole(model, implementation="sdpa"):
     for engine in model.generate.engines:
         stats = engine.stats
         assert (stats.num_waiting, stats.num_admitted, stats.num_reserved) == (0, 0, 0)
-    assert model.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == implementation
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
@@ -172,6 +172,62 @@ def test_a_model_changed_in_the_middle_of_a_call(name):
         assert model.generate(**ONE).shape == plain.generate(**ONE).shape
     else:
         assert torch.equal(model.generate(**ONE), plain.generate(**ONE))
+    assert_whole(model)
+
+
+@pytest.mark.parametrize("at", [1, 2, 5, 6])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_signals_handler_may_generate_in_the_middle_of_a_forward(monkeypatch, implementation, at):
+    """The first two forwards of an attention are the trial's."""
+    plain, model = make_model(), make_model()
+    for each in (plain, model):
+        each.set_attn_implementation(implementation)
+    expected, of_batch = plain.generate(**ONE), plain.generate(**BATCH)
+    orca_hf.wrap(model, CONFIG)
+    answers, seen = [], []
+    attention = type(model.model.layers[0].self_attn)
+    own = attention.forward
+
+    def forward(self, *args, **kwargs):
+        seen.append(self)
+        if len(seen) == 2 * at:
+            signal.raise_signal(signal.SIGUSR1)
+        return own(self, *args, **kwargs)
+
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: answers.append(model.generate(**BATCH)))
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(attention, "forward", forward)
+            assert torch.equal(model.generate(**ONE), expected)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert len(answers) == 1
+    assert torch.equal(answers[0], of_batch)
+    assert_whole(model, implementation)
+    assert torch.equal(model.generate(**ONE), expected)
+
+
+def test_a_call_whose_tokens_the_model_has_no_embedding_for_fails_alone():
+    """The head is wider than the embedding, so that natively such a call's next forward raises."""
+    model = make_model()
+    with torch.no_grad():
+        wider = torch.nn.Linear(48, 120, bias=False)
+        wider.weight[:97] = model.lm_head.weight
+        wider.weight[97:] = 0
+        wider.weight[110] = model.lm_head.weight[model.generate(**ONE)[0, -5]] * 1.01
+    model.lm_head = wider
+    bad = {**ONE, "min_new_tokens": 12}
+    with pytest.raises(IndexError) as native:
+        model.generate(**bad)
+    good = {"input_ids": torch.tensor([PROMPTS[0]]), "max_new_tokens": 12, "do_sample": False, "suppress_tokens": [110]}
+    expected = model.generate(**good)
+    orca_hf.wrap(model, CONFIG)
+    results = in_threads(*[lambda call=call: model.generate(**call) for call in (good, bad, good, bad)])
+    for result in results[::2]:
+        assert torch.equal(result, expected)
+    for result in results[1::2]:
+        assert type(result) is type(native.value)
+        assert str(result) == str(native.value)
     assert_whole(model)
 
 

@@ -6,6 +6,7 @@ from oracle import SMALL, assert_same, assert_same_outcome, make_twins, num_iter
 from tiny import PROMPTS, VOCAB, make_model, pad_left
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, RepetitionPenaltyLogitsProcessor
+from transformers.integrations.neftune import neftune_post_forward_hook
 
 import orca_hf
 
@@ -248,3 +249,69 @@ def test_rows_that_do_not_fit_at_once_are_shown_together_all_the_same(caplog):
     assert_same(*calls)
     assert "do not fit" in caplog.text
     assert SMALL.max_slots > config.max_slots
+
+
+class Acting:
+    """A streamer that does something at each token."""
+
+    def __init__(self, act):
+        self.act = act
+
+    def put(self, value):
+        self.act(value)
+
+    def end(self):
+        pass
+
+
+def draws(model):
+    return lambda value: torch.rand(3)
+
+
+def reseeds(model):
+    return lambda value: torch.manual_seed(int(value.reshape(-1)[-1]))
+
+
+def generates(model):
+    return lambda value: model.generate(value.reshape(1, -1), max_new_tokens=2, do_sample=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.8, "temperature": 1.4}, {"repetition_penalty": 1.2}, ENDS])
+@pytest.mark.parametrize("act", [draws, reseeds, generates], ids=lambda act: act.__name__)
+def test_a_streamer_may_draw_between_a_rows_draws(twins, act, options):
+    def call(model):
+        return model.generate(**made(1, do_sample=True, **options), streamer=Acting(act(model)))
+
+    assert_same_outcome(twins, call)
+
+
+@pytest.mark.parametrize("first_ends", [True, False])
+@pytest.mark.parametrize("rows", [1, 2, len(PROMPTS)])
+def test_a_column_beside_an_eos_token_is_as_natively(twins, rows, first_ends):
+    """A processor sees each step once, whatever becomes of the call."""
+
+    def call(model):
+        processor = RecordingProcessor()
+        criterion = RecordingCriterion(JUDGES["a column, as documented"])
+        ends = {"eos_token_id": list(range(97)) if first_ends else 5, "pad_token_id": 4}
+        options = made(rows, **ends, stopping_criteria=StoppingCriteriaList([criterion]))
+        try:
+            result = model.generate(**options, logits_processor=LogitsProcessorList([processor]))
+        except RuntimeError as error:
+            result = str(error)
+        return result, processor.calls, criterion.calls
+
+    assert_same_outcome(twins, call)
+
+
+def test_noise_in_training_leaves_random_numbers_as_natively():
+    """NEFTune's: its model goes native, and the trial that found it out drew from nobody's numbers."""
+    results = []
+    for model in make_twins():
+        embedding = model.get_input_embeddings()
+        embedding.neftune_noise_alpha = 5.0
+        embedding.register_forward_hook(neftune_post_forward_hook)
+        model.train()
+        torch.manual_seed(4)
+        results.append((model.generate(**made(2)), torch.rand(1)))
+    assert_same(*results)

@@ -1,10 +1,12 @@
-"""Promises of wrap() and unwrap(): one attribute, no trace, and the model goes on being the user's."""
+"""Promises of wrap() and unwrap(): an attribute, no trace, and the model goes on being the user's."""
 
 import copy
+import functools
 import pickle
 
 import pytest
 import torch
+from oracle import num_iterations
 from tiny import PROMPTS, make_model, pad_left
 from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM, LlamaForCausalLM
@@ -299,3 +301,85 @@ def test_explain_speaks_of_a_plain_model_too():
     assert "beam_search" in str(explanation)
     assert not orca_hf.is_wrapped(model)
     assert str(orca_hf.explain(orca_hf.wrap(model))) == "orca"
+
+
+def other_length(**options):
+    return lambda model: functools.partial(model.generate, **options)
+
+
+FILLED_IN = {
+    "a length": other_length(max_new_tokens=5),
+    "a length and a mode": other_length(max_new_tokens=5, do_sample=True),
+    "twice": lambda model: functools.partial(functools.partial(model.generate, max_new_tokens=7), max_new_tokens=4),
+}
+
+
+@pytest.mark.parametrize("name", FILLED_IN)
+def test_a_generate_of_the_instance_with_arguments_filled_in_runs_by_orca(name):
+    plain, model = make_model(), make_model()
+    call = {**pad_left(PROMPTS), "do_sample": False}
+    for each in (plain, model):
+        each.generate = FILLED_IN[name](each)
+    own = model.generate
+    orca_hf.wrap(model)
+    for options in ({}, {"max_new_tokens": 3}, {"max_new_tokens": 3, "num_beams": 2}):
+        torch.manual_seed(0)
+        expected = plain.generate(**{**call, **options})
+        torch.manual_seed(0)
+        assert torch.equal(model.generate(**{**call, **options}), expected)
+    assert num_iterations(model) > 0
+    assert orca_hf.explain(model).runs_by == "orca"
+    assert torch.equal(
+        copy.deepcopy(model).generate(**call, max_new_tokens=3), plain.generate(**call, max_new_tokens=3)
+    )
+    assert orca_hf.unwrap(model).__dict__["generate"] is own
+
+
+def test_another_generate_of_the_instance_is_called_and_stays():
+    model = make_model()
+    calls = []
+
+    def own(*args, **kwargs):
+        calls.append(kwargs)
+        return type(model).generate(model, *args, **{**kwargs, "max_new_tokens": 2})
+
+    model.generate = own
+    expected = own(**BATCH)
+    orca_hf.wrap(model)
+    assert torch.equal(model.generate(**BATCH), expected)
+    assert calls[0] == calls[1] == BATCH
+    assert "generate() of its own" in str(orca_hf.explain(model))
+    with orca_hf.engine(model).serving() as engine:
+        row = engine.submit(PROMPTS[0], max_new_tokens=9, do_sample=False).result(60)
+    assert len(row) == len(PROMPTS[0]) + 2
+    assert orca_hf.wrap(model, OrcaConfig(max_batch_size=2)).generate.own is own
+    assert orca_hf.unwrap(model).__dict__["generate"] is own
+
+
+def test_a_model_wrapped_before_arguments_are_filled_in_runs_by_orca():
+    model = orca_hf.wrap(make_model())
+    model.generate = functools.partial(model.generate, max_new_tokens=5)
+    expected = make_model().generate(**{**BATCH, "max_new_tokens": 5})
+    call = {name: value for name, value in BATCH.items() if name != "max_new_tokens"}
+    assert torch.equal(model.generate(**call), expected)
+    orca_hf.wrap(model)
+    assert torch.equal(model.generate(**call), expected)
+    assert orca_hf.explain(model).runs_by == "orca"
+
+
+def test_a_shallow_copy_has_settings_of_its_own():
+    model = orca_hf.wrap(make_model())
+    model.generate(**BATCH)
+    copies = [copy.copy(make_model()), copy.copy(model)]
+    for each in copies:
+        each.generation_config = copy.deepcopy(each.generation_config)
+        each.generation_config.max_new_tokens = 3
+    call = pad_left(PROMPTS)
+    assert torch.equal(copies[1].generate(**call), copies[0].generate(**call))
+    assert not orca_hf.is_wrapped(copies[1])
+    assert orca_hf.is_wrapped(model)
+    orca_hf.wrap(copies[1])
+    assert torch.equal(copies[1].generate(**call), copies[0].generate(**call))
+    assert torch.equal(model.generate(**BATCH), make_model().generate(**BATCH))
+    assert orca_hf.is_wrapped(copy.deepcopy(model))
+    assert orca_hf.is_wrapped(pickle.loads(pickle.dumps(model)))
