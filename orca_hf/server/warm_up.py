@@ -13,9 +13,10 @@ from orca_hf.server.service import Service
 
 logger = logging.getLogger(__name__)
 
-_PLAIN: dict[str, Any] = {"max_tokens": 2, "temperature": 0}
-_SAMPLED: dict[str, Any] = {"max_tokens": 2, "temperature": 1, "top_p": 0.9, "seed": 0, "presence_penalty": 1}
-_STRUCTURED: dict[str, Any] = {**_PLAIN, "response_format": {"type": "json_object"}}
+# Weights are packed, and the kernels for that compiled, for answers of some length only.
+_PLAIN: dict[str, Any] = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
+_SAMPLED: dict[str, Any] = {**_PLAIN, "temperature": 1, "top_p": 0.9, "seed": 0, "presence_penalty": 1}
+_STRUCTURED: dict[str, Any] = {"max_tokens": 2, "temperature": 0, "response_format": {"type": "json_object"}}
 
 
 class WarmUp:

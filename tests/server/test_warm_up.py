@@ -76,9 +76,10 @@ def test_the_first_request_after_it_has_nothing_left_to_make():
     engine = orca_hf.engine(model)
     with live(engine, model, TOKENIZER, warm_up=lambda line: None) as running:
         assert wait_until_ready(running).status_code == 200
-        before = running.service.engine.stats()
-        assert before.num_slots  # the K/V memory is there
-        assert before.num_generated_tokens
+        packed = orca_hf.explain(model).engines[0].packed_bytes
+        assert packed  # and with that the kernels, which are compiled when weights are first packed
+        running.openai().completions.create(model="tiny", prompt="k", max_tokens=32)
+        assert orca_hf.explain(model).engines[0].packed_bytes == packed
 
 
 def test_a_template_that_wants_other_messages_is_no_failure(caplog):
