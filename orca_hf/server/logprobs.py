@@ -73,10 +73,13 @@ class TokenTexts:
         return name if isinstance(name, str) else ""
 
     def _decode(self, token: int) -> str:
+        name = self._name(token)
+        if found := _BYTE.fullmatch(name):
+            return bytes([int(found[1], 16)]).decode(errors="replace")
         text = self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         # A decoder takes the space from the first word of a text, and here every token is one.
-        return f" {text}" if self._name(token).startswith("▁") and not text.startswith(" ") else text
+        return f" {text}" if name.startswith("▁") and not text.startswith(" ") else text
 
 
 def completion_logprobs(texts: TokenTexts, entries: Sequence[Logprob]) -> dict[str, Any]:

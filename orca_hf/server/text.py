@@ -127,12 +127,12 @@ class Detokenizer:
 
     def _count(self, new: str) -> None:
         """Finds out where the pending tokens begin, now that their text is known."""
+        begin = 0
         for place, size in enumerate(self._pending, start=1):
-            begin = 0
             # Of a long run only the last: each costs a decoding of all before it.
             if size > self._num_known and (len(self._pending) <= _MAX_COUNTED or place == len(self._pending)):
                 before = self._decoder.decode(self._window[:size])[len(self._known) :]
-                begin = _num_common(before, new)
+                begin = max(begin, _num_common(before, new))  # a run that is cut may be no characters at all
             self.begins.append(self._num_given + begin)
         self._pending.clear()
         self._num_given += len(new)

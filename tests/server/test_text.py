@@ -75,3 +75,86 @@ def reference(text, stops):
         if starts:
             return text[: min(starts)]
     return text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(TOKENS)
+def test_places_index_the_text(kind, tokens):
+    """Cut at its places, the text is the tokens' own pieces of it: none for a token that it leaves out."""
+    decoder = DECODERS[kind]
+    text, begins = decoder.text_and_begins(tokens)
+    assert text == decoder.decode(tokens)
+    assert len(begins) == len(tokens)
+    assert begins == sorted(begins)
+    assert all(0 <= begin <= len(text) for begin in begins)
+    ends = [*begins, len(text)][1:]
+    for token, begin, end in zip(tokens, begins, ends, strict=True):
+        if decoder.is_hidden(token):
+            assert begin == end
+
+
+def test_a_character_of_several_tokens_is_its_last_ones():
+    tokenizer = byte_level()
+    tokens = tokenizer("<bos>aé<eos>😀b", add_special_tokens=False).input_ids
+    names = tokenizer.convert_ids_to_tokens(tokens)
+    assert names == ["<bos>", "a", "Ã", "©", "<eos>", "ð", "Ł", "ĺ", "Ģ", "b"]
+    text, begins = Decoder(tokenizer).text_and_begins(tokens)
+    assert text == "aé😀b"
+    assert begins == [0, 0, 1, 1, 2, 2, 2, 2, 2, 3]
+
+
+def test_a_run_of_bytes_has_its_characters_where_they_are():
+    tokenizer = KINDS["byte fallback"]
+    tokens = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in "é漢".encode()] + ["b"])
+    text, begins = DECODERS["byte fallback"].text_and_begins(tokens)
+    assert text == "é漢b"
+    assert begins == [0, 0, 1, 1, 1, 2]
+
+
+def endless(kind, names):
+    tokenizer = KINDS[kind]
+    return DECODERS[kind], tokenizer.convert_tokens_to_ids(names)
+
+
+ENDLESS = {
+    "special tokens": endless("byte-level", ["<eos>"] * 5000),
+    "spaces": endless("byte-level", ["Ġ"] * 5000),
+    "spaces of sentencepiece": endless("sentencepiece", ["▁"] * 5000),
+    "double spaces": endless("byte fallback", ["▁▁"] * 5000),
+    "broken bytes": endless("byte-level", ["ÿ"] * 5000),
+    "beginnings of characters": endless("byte-level", ["ð", "Ł"] * 2500),
+    "special tokens and spaces": endless("sentencepiece", ["<eos>", "▁", "<bos>"] * 1700),
+    "broken bytes and special tokens": endless("byte-level", ["ÿ", "<eos>", "ð"] * 1700),
+    "a special token after spaces": endless("byte fallback", ["▁the", *["▁"] * 40, "<eos>"] * 120),
+    "no tokens of the tokenizer": (DECODERS["byte-level"], [10**6] * 5000),
+}
+
+
+@pytest.mark.parametrize("as_prompt", [False, True], ids=["answer", "prompt"])
+@pytest.mark.parametrize("case", ENDLESS)
+def test_no_answer_makes_what_is_decoded_again_longer(case, as_prompt, monkeypatch):
+    decoder, tokens = ENDLESS[case]
+    prompt, answer = (tokens, tokens[:200]) if as_prompt else ([], tokens)
+    end = 5  # a token with text, behind all that
+    expected = decoder.decode([*prompt, *answer, end])
+    before = decoder.decode(prompt)
+    lengths, decode = [], decoder.decode
+    detokenizer = Detokenizer(decoder, prompt)
+    monkeypatch.setattr(decoder, "decode", lambda given: lengths.append(len(given)) or decode(given))
+    pieces = [detokenizer.push(token) for token in [*answer, end]]
+    assert max(lengths) <= 160
+    monkeypatch.undo()
+    given = "".join([*pieces, detokenizer.flush()])
+    if expected.startswith(before):
+        assert before + given == expected
+    assert len(detokenizer.begins) == len(answer) + 1
+
+
+def test_a_long_run_of_bytes_is_decoded_once(monkeypatch):
+    decoder, tokens = endless("byte fallback", ["<0xC3>", "<0xA9>"] * 4000 + ["b", "s"])
+    lengths, decode = [], decoder.decode
+    detokenizer = Detokenizer(decoder)
+    monkeypatch.setattr(decoder, "decode", lambda given: lengths.append(len(given)) or decode(given))
+    assert "".join([detokenizer.push(token) for token in tokens]) == "é" * 4000 + "bs"
+    assert sum(lengths) < 8 * len(tokens)
+    assert detokenizer.begins[-2:] == [4000, 4001]
