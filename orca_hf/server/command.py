@@ -1,6 +1,7 @@
 """`orca-hf serve`: load, look that it is safe, serve, and end in order."""
 
 import asyncio
+import gc
 import logging
 import math
 import os
@@ -62,6 +63,9 @@ def run_serve(given: Namespace, write: Callable[[str], object]) -> int:
             grace=given.grace,
         )
         app = make_app(engine, model, tokenizer, settings, warm_up=_while_somebody_reads(write))
+        # All this stays. Looking at it again would hold all threads for 0.2 s each time that garbage is collected.
+        gc.collect()
+        gc.freeze()
         listener.listen()  # who has read the next line and comes before the loop runs waits in the kernel
         write(f"Serving {settings.model_names[0]} on http://{_address(listener)}")
         try:
