@@ -46,13 +46,13 @@ def num_iterations(model: PreTrainedModel) -> int:
     return sum(engine.stats.num_iterations for engine in model.generate.engines)
 
 
-def assert_same(native: Any, ours: Any) -> None:
+def assert_same(native: Any, ours: Any, atol: float = 1e-4) -> None:
     """Types, fields, shapes, dtypes, devices and modes are equal, and so are tokens, errors and, nearly, scores."""
     assert type(ours) is type(native), (native, ours)
     if isinstance(native, Exception):
         assert str(ours) == str(native)
     elif isinstance(native, Tensor):
-        _assert_same_tensors(native, ours)
+        _assert_same_tensors(native, ours, atol)
     elif isinstance(native, Cache):
         assert ours.get_seq_length() == native.get_seq_length()
         for ours_layer, native_layer in zip(ours.layers, native.layers, strict=True):
@@ -62,18 +62,18 @@ def assert_same(native: Any, ours: Any) -> None:
     elif isinstance(native, dict):
         assert list(ours) == list(native)
         for name, value in native.items():
-            assert_same(value, ours[name])
+            assert_same(value, ours[name], atol)
     elif isinstance(native, tuple | list):
         for native_item, ours_item in zip(native, ours, strict=True):
-            assert_same(native_item, ours_item)
+            assert_same(native_item, ours_item, atol)
     else:
         assert ours == native
 
 
-def _assert_same_tensors(native: Tensor, ours: Tensor) -> None:
+def _assert_same_tensors(native: Tensor, ours: Tensor, atol: float) -> None:
     _assert_same_kind(native, ours)
     if native.is_floating_point():
-        torch.testing.assert_close(ours, native, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(ours, native, atol=atol, rtol=1e-4)
     else:
         assert torch.equal(ours, native), (native, ours)
 

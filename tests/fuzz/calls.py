@@ -86,20 +86,21 @@ CRITERIA = {
 }
 
 
-def _prompts(draw: Random) -> list[list[int]]:
+def _prompts(draw: Random, *, may_pad: bool) -> list[list[int]]:
     """Some of random tokens, some that repeat, so that guesses come true."""
     rows = draw.choice([1, 1, 2, 3, 5])
     kinds = [draw.random() < 0.3 for _ in range(rows)]
     lengths = [draw.randrange(1, 14) for _ in range(rows)]
+    lengths = lengths if may_pad else [lengths[0]] * rows
     return [
         ([draw.randrange(3, VOCAB)] * length) if repeats else [draw.randrange(3, VOCAB) for _ in range(length)]
         for repeats, length in zip(kinds, lengths, strict=True)
     ]
 
 
-def _padded(draw: Random) -> dict[str, Any]:
-    batch = pad_left(_prompts(draw))
-    if draw.random() < 0.3:
+def _padded(draw: Random, *, may_pad: bool) -> dict[str, Any]:
+    batch = pad_left(_prompts(draw, may_pad=may_pad))
+    if may_pad and draw.random() < 0.3:
         missing = -batch["input_ids"].shape[1] % draw.choice([8, 16])
         batch = {name: torch.nn.functional.pad(tensor, (missing, 0)) for name, tensor in batch.items()}
     if bool(batch["attention_mask"].all()) and draw.random() < 0.5:
@@ -152,12 +153,12 @@ class DrawnCall:
         return ", ".join([*(f"{name}={value!r}" for name, value in plain.items()), *self.said])
 
     @classmethod
-    def plain(cls, draw: Random, num_tokens: int) -> DrawnCall:
+    def plain(cls, draw: Random, num_tokens: int, *, may_pad: bool = True) -> DrawnCall:
         """A greedy call without anything else."""
-        return cls({**_padded(draw), "max_new_tokens": num_tokens, "do_sample": False}, [])
+        return cls({**_padded(draw, may_pad=may_pad), "max_new_tokens": num_tokens, "do_sample": False}, [])
 
     @classmethod
-    def draw(cls, draw: Random, *, is_exact: bool, may_draw: bool, has_words: bool) -> DrawnCall:
+    def draw(cls, draw: Random, *, is_exact: bool, may_draw: bool, has_words: bool, may_pad: bool) -> DrawnCall:
         """A random call.
 
         Args:
@@ -166,9 +167,10 @@ class DrawnCall:
                 the model's logits alone are drawn.
             may_draw: Whether it may use random numbers.
             has_words: Whether every token is one of the tiny tokenizer's.
+            may_pad: Whether rows may be of different lengths.
         """
-        call = cls.plain(draw, draw.choice([1, 3, 8, 12, 20, 40]))
-        if is_exact and draw.random() < 0.3:
+        call = cls.plain(draw, draw.choice([1, 3, 8, 12, 20, 40]), may_pad=may_pad)
+        if is_exact and may_pad and draw.random() < 0.3:
             return cls._of_many_options(draw, may_draw=may_draw)
         options = call.arguments
         if draw.random() < 0.4:

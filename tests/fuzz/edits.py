@@ -1,7 +1,7 @@
 """What users do to a model between its calls. Every edit is made on both twins, from equal random numbers."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from random import Random
 from typing import Any
 
@@ -9,13 +9,20 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-# Edits a model; returns what was done, and how to take it back, if that is part of what users do.
-Edit = Callable[[PreTrainedModel, Random], tuple[str, Callable[[], None] | None]]
+# What was done, and how to take it back, if that is part of what users do.
+Done = tuple[str, Callable[[], object] | None]
+Edit = Callable[[PreTrainedModel, Random], Done]
 
 
-def _choose(draw: Random, found: Iterator[tuple[str, Any]] | dict[str, Any]) -> tuple[str, Any] | None:
-    listed = list(found.items() if isinstance(found, dict) else found)
-    return draw.choice(listed) if listed else None
+class NothingToEditError(Exception):
+    """The model has nothing of the kind."""
+
+
+def _choose(draw: Random, found: Iterable[Any]) -> Any:
+    listed = list(found)
+    if not listed:
+        raise NothingToEditError
+    return draw.choice(listed)
 
 
 def _noise(draw: Random, like: Tensor) -> Tensor:
@@ -49,7 +56,7 @@ def _set(model: PreTrainedModel, name: str, value: nn.Module) -> None:
     setattr(model.get_submodule(parent), last, value)
 
 
-def step(model: PreTrainedModel, draw: Random) -> tuple[str, None]:
+def step(model: PreTrainedModel, draw: Random) -> Done:
     """As an optimizer does it: in place, under no_grad."""
     name, parameter = _choose(draw, model.named_parameters())
     with torch.no_grad():
@@ -57,7 +64,7 @@ def step(model: PreTrainedModel, draw: Random) -> tuple[str, None]:
     return f"{name}.add_(noise)", None
 
 
-def write_data(model: PreTrainedModel, draw: Random) -> tuple[str, None]:
+def write_data(model: PreTrainedModel, draw: Random) -> Done:
     """Writes that move no version counter."""
     name, parameter = _choose(draw, model.named_parameters())
     how = draw.choice(["neg_()", "[0] = 1", "[-1] *= 2", "= clone * 2", "= transposed storage"])
@@ -74,26 +81,22 @@ def write_data(model: PreTrainedModel, draw: Random) -> tuple[str, None]:
     return f"{name}.data {how}", None
 
 
-def write_numpy(model: PreTrainedModel, draw: Random) -> tuple[str, None] | None:
+def write_numpy(model: PreTrainedModel, draw: Random) -> Done:
     """Writes that PyTorch does not see at all."""
-    found = _choose(draw, ((n, p) for n, p in model.named_parameters() if p.dtype in (torch.float32, torch.float64)))
-    if found is None:
-        return None
-    name, parameter = found
+    wide = (torch.float32, torch.float64)
+    name, parameter = _choose(draw, (item for item in model.named_parameters() if item[1].dtype in wide))
     parameter.detach().numpy()[...] *= -1
     return f"{name}.numpy() *= -1", None
 
 
-def write_buffer(model: PreTrainedModel, draw: Random) -> tuple[str, None] | None:
+def write_buffer(model: PreTrainedModel, draw: Random) -> Done:
     """Rotary frequencies, for instance."""
-    found = _choose(draw, ((n, b) for n, b in model.named_buffers() if b.is_floating_point()))
-    if found is None:
-        return None
-    found[1].mul_(0.9)
-    return f"{found[0]}.mul_(0.9)", None
+    name, buffer = _choose(draw, (item for item in model.named_buffers() if item[1].is_floating_point()))
+    buffer.mul_(0.9)
+    return f"{name}.mul_(0.9)", None
 
 
-def load_state(model: PreTrainedModel, draw: Random) -> tuple[str, None]:
+def load_state(model: PreTrainedModel, draw: Random) -> Done:
     """Another checkpoint, copied or put in place of the parameters."""
     assign = draw.random() < 0.5
     state = {name: value + _noise(draw, value) for name, value in model.state_dict().items() if value.dim() > 1}
@@ -101,7 +104,7 @@ def load_state(model: PreTrainedModel, draw: Random) -> tuple[str, None]:
     return f"load_state_dict(noisy, assign={assign})", None
 
 
-def tie(model: PreTrainedModel, draw: Random) -> tuple[str, None]:
+def tie(model: PreTrainedModel, draw: Random) -> Done:
     """The head gets the embedding's weight, or one of its own."""
     head = model.get_output_embeddings()
     if draw.random() < 0.5:
@@ -111,21 +114,19 @@ def tie(model: PreTrainedModel, draw: Random) -> tuple[str, None]:
     return "the head has a weight of its own", None
 
 
-def new_parameter(model: PreTrainedModel, draw: Random) -> tuple[str, None] | None:
+def new_parameter(model: PreTrainedModel, draw: Random) -> Done:
     """A weight is replaced, of the same values or others."""
     name, module = _choose(draw, _modules(model, _is_small))
-    found = _choose(draw, (item for item in module._parameters.items() if item[1] is not None))
-    if found is None:
-        return None
+    kind, parameter = _choose(draw, (item for item in module._parameters.items() if item[1] is not None))
     odd = draw.random() < 0.3  # not where its storage begins
-    values = found[1].detach() + _noise(draw, found[1])
+    values = parameter.detach() + _noise(draw, parameter)
     if odd:
         values = torch.cat([values.new_zeros(1), values.flatten()])[1:].view(values.shape)
-    setattr(module, found[0], nn.Parameter(values))
-    return f"{name}.{found[0]} is replaced{', at an odd offset' if odd else ''}", None
+    setattr(module, kind, nn.Parameter(values))
+    return f"{name}.{kind} is replaced{', at an odd offset' if odd else ''}", None
 
 
-def bias(model: PreTrainedModel, draw: Random) -> tuple[str, None]:
+def bias(model: PreTrainedModel, draw: Random) -> Done:
     """A linear's bias comes, changes, or goes."""
     name, linear = _choose(draw, _modules(model, _is_linear))
     if linear.bias is None:
@@ -138,7 +139,7 @@ def bias(model: PreTrainedModel, draw: Random) -> tuple[str, None]:
     return f"{name}.bias.data.fill_(0.7)", None
 
 
-def number(model: PreTrainedModel, draw: Random) -> tuple[str, None] | None:
+def number(model: PreTrainedModel, draw: Random) -> Done:
     """A number that a module computes with: a norm's epsilon, attention's scale."""
     # Rates of dropout, and numbers that no forward reads, change nothing, natively and by Orca.
     found = [
@@ -147,22 +148,17 @@ def number(model: PreTrainedModel, draw: Random) -> tuple[str, None] | None:
         for attribute, value in module.__dict__.items()
         if type(value) is float and value not in (0.0,) and "dropout" not in attribute
     ]
-    if not found:
-        return None
-    said, module, attribute = draw.choice(found)
+    said, module, attribute = _choose(draw, found)
     factor = draw.choice([0.5, 1.3]) if "eps" not in attribute else 0
     setattr(module, attribute, getattr(module, attribute) * factor + (0.5 if factor == 0 else 0))
     return f"{said} = {getattr(module, attribute)}", None
 
 
-def config_number(model: PreTrainedModel, draw: Random) -> tuple[str, None] | None:
+def config_number(model: PreTrainedModel, draw: Random) -> Done:
     """A setting that forwards read each time they run."""
     config = model.config.get_text_config()
     names = ["sliding_window", "final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "layer_types"]
-    found = [name for name in names if getattr(config, name, None) is not None]
-    if not found:
-        return None
-    name = draw.choice(found)
+    name = _choose(draw, (name for name in names if getattr(config, name, None) is not None))
     if name == "layer_types":
         kind = draw.choice(["full_attention", "sliding_attention"])
         if kind == "sliding_attention" and getattr(config, "sliding_window", None) is None:
@@ -174,16 +170,16 @@ def config_number(model: PreTrainedModel, draw: Random) -> tuple[str, None] | No
     return f"config.{name} = {getattr(config, name)}", None
 
 
-def attention(model: PreTrainedModel, draw: Random) -> tuple[str, None] | None:
+def attention(model: PreTrainedModel, draw: Random) -> Done:
     """Another implementation of attention."""
     if not (model._supports_attention_backend and model._supports_sdpa):
-        return None
+        raise NothingToEditError
     name = draw.choice(["eager", "sdpa"])
     model.set_attn_implementation(name)
     return f"set_attn_implementation({name!r})", None
 
 
-def swap(model: PreTrainedModel, draw: Random) -> tuple[str, Callable[[], None]]:
+def swap(model: PreTrainedModel, draw: Random) -> Done:
     """A module is exchanged for a copy with other weights."""
     name, module = _choose(draw, _modules(model, _is_small))
     other = copy.deepcopy(module)
@@ -193,21 +189,19 @@ def swap(model: PreTrainedModel, draw: Random) -> tuple[str, Callable[[], None]]
     return f"{name} is exchanged", lambda: _set(model, name, module)
 
 
-def layers(model: PreTrainedModel, draw: Random) -> tuple[str, None] | None:
+def layers(model: PreTrainedModel, draw: Random) -> Done:
     """Two layers change places."""
-    found = next((m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1), None)
-    if found is None:
-        return None
+    found = _choose(draw, (m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1))
     weights = [layer.state_dict() for layer in found[:2]]
     if weights[0].keys() != weights[1].keys():
-        return None
+        raise NothingToEditError
     first, second = ({name: value.clone() for name, value in each.items()} for each in weights)
     found[0].load_state_dict(second)
     found[1].load_state_dict(first)
     return "the first two layers exchange their weights", None
 
 
-def hook(model: PreTrainedModel, draw: Random) -> tuple[str, Callable[[], None]]:
+def hook(model: PreTrainedModel, draw: Random) -> Done:
     """A forward hook, or one before the forward."""
     name, module = _choose(draw, _modules(model, _is_small))
     if draw.random() < 0.5:
@@ -217,7 +211,7 @@ def hook(model: PreTrainedModel, draw: Random) -> tuple[str, Callable[[], None]]
     return f"a forward pre-hook on {name}", handle.remove
 
 
-def forward(model: PreTrainedModel, draw: Random) -> tuple[str, Callable[[], None]]:
+def forward(model: PreTrainedModel, draw: Random) -> Done:
     """A forward of the module's own, in the instance."""
     name, module = _choose(draw, _modules(model, _is_small))
     own = module.forward
@@ -265,58 +259,52 @@ class OwnLinear(nn.Linear):
         return _last_position(super().forward(hidden))
 
 
-def own_module(model: PreTrainedModel, draw: Random) -> tuple[str, Callable[[], None]] | None:
+def own_module(model: PreTrainedModel, draw: Random) -> Done:
     """Code of the user's own in the model."""
-    found = _choose(draw, _modules(model, _is_mlp))
-    if found is None:
-        return None
-    name, module = found
+    name, module = _choose(draw, _modules(model, _is_mlp))
     look = draw.choice(sorted(LOOKS))
     _set(model, name, OwnModule(module, look))
     return f"{name} is a module of the user's that looks at {look}", lambda: _set(model, name, module)
 
 
-def own_class(model: PreTrainedModel, draw: Random) -> tuple[str, Callable[[], None]] | None:
+def own_class(model: PreTrainedModel, draw: Random) -> Done:
     """A linear becomes one of the user's class."""
-    found = _choose(draw, _modules(model, lambda module: type(module) is nn.Linear))
-    if found is None:
-        return None
-    name, module = found
+    name, module = _choose(draw, _modules(model, lambda module: type(module) is nn.Linear))
     module.__class__ = OwnLinear
     return f"{name} is of a class of the user's", lambda: setattr(module, "__class__", nn.Linear)
 
 
-def mode(model: PreTrainedModel, draw: Random) -> tuple[str, Callable[[], None]]:
+def mode(model: PreTrainedModel, draw: Random) -> Done:
     """Training mode, in which some models drop values at random."""
     model.train()
-    return "train()", lambda: model.eval() and None
+    return "train()", lambda: model.eval()
 
 
-def gradients(model: PreTrainedModel, draw: Random) -> tuple[str, None]:
+def gradients(model: PreTrainedModel, draw: Random) -> Done:
     """Frozen, or not."""
     wanted = draw.random() < 0.5
     model.requires_grad_(wanted)
     return f"requires_grad_({wanted})", None
 
 
-def defaults(model: PreTrainedModel, draw: Random) -> tuple[str, None]:
+def defaults(model: PreTrainedModel, draw: Random) -> Done:
     """The model's own generation_config."""
     name, value = draw.choice([("eos_token_id", [33, 40, 41]), ("repetition_penalty", 1.2), ("eos_token_id", None)])
     setattr(model.generation_config, name, value)
     return f"generation_config.{name} = {value}", None
 
 
-def adapter(model: PreTrainedModel, draw: Random) -> tuple[str, Callable[[], None]] | None:
+def adapter(model: PreTrainedModel, draw: Random) -> Done:
     """A LoRA adapter of PEFT, put into the model, and taken out again."""
     from peft import LoraConfig, get_peft_model  # takes seconds, and few cases want it
 
     linears = sorted({n.rpartition(".")[2] for n, m in model.named_modules() if type(m) is nn.Linear} - {"lm_head"})
     if not linears or any("lora" in name for name, _ in model.named_parameters()):
-        return None
+        raise NothingToEditError
     names = draw.sample(linears, min(2, len(linears)))
     torch.manual_seed(draw.randrange(2**31))  # its weights come from the default generator
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules=names, init_lora_weights=False))
-    return f"a LoRA adapter on {', '.join(names)}", lambda: adapted.unload() and None
+    return f"a LoRA adapter on {', '.join(names)}", lambda: adapted.unload()
 
 
 EDITS: tuple[Edit, ...] = (

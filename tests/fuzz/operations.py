@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from fuzz.calls import DrawnCall
-from fuzz.edits import EDITS
+from fuzz.edits import EDITS, NothingToEditError
 from fuzz.interrupts import Lines
 from fuzz.scopes import SCOPES, autocast
 from fuzz.world import HangError, MismatchError, World
@@ -73,18 +73,20 @@ class Edit(Operation):
 
     def run(self, world: World) -> None:
         edit = Random(self.number).choice(EDITS)
-        undo = []
+        undo: list[Callable[[], object]] = []
 
         def change(model: Any) -> str:
-            done = edit(model, Random(self.number + 1))
-            if done is None:
+            try:
+                said, back = edit(model, Random(self.number + 1))
+            except NothingToEditError:
                 return "not for this model"
-            undo.append(done[1])
-            return done[0]
+            if back is not None:
+                undo.append(back)
+            return said
 
         world.edit(edit.__name__, change)
-        if undo and undo[0] is not None:
-            world.undo.append((edit.__name__, lambda: [each() for each in undo]))
+        if undo:
+            world.undo.append((edit.__name__, lambda: [back() for back in undo]))
 
 
 class Undo(Operation):
@@ -103,7 +105,6 @@ class Scope(Operation):
     def run(self, world: World) -> None:
         draw = Random(self.number)
         scope = draw.choice(SCOPES)
-        # The processes's functions are changed once for both; a mode is entered by each call.
         found = scope(world.ours, draw)
         if found is None:
             return
