@@ -52,7 +52,8 @@ class AdaptedForward(StandIn):
         context = current_context()
         if context is None:
             return super().__call__(*args, **kwargs)
-        context.windows.add(None)  # where one of these classes looks back over a window, its native cache does not
+        # Where one of these classes looks back over a window, its native cache does not.
+        context.windows.add((self.module, None))
         return self.adapter.forward(self.module, context, *args, **kwargs)
 
 

@@ -121,7 +121,7 @@ def judge(
         raise UnsupportedError(f"{type(module).__name__} is not causal")
     chunk_size = _chunk_size(module)
     # The native cache keeps a chunk's worth of tokens where it would keep a window's.
-    context.windows.add(sliding_window if chunk_size is None else chunk_size)
+    context.windows.add((module, sliding_window if chunk_size is None else chunk_size))
     return chunk_size
 
 

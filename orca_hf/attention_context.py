@@ -27,7 +27,7 @@ class AttentionContext:
         tables: What a model's attention adapters keep from iteration to iteration; None for a model without any.
         calls: How many times each attention module has run.
         mask_windows: Window or chunk sizes that the model asked a mask for.
-        windows: Window or chunk sizes of the attention modules; None for those without one.
+        windows: The attention modules, each with the size of its window or chunk; None for those without one.
     """
 
     pool: KVPool
@@ -37,7 +37,7 @@ class AttentionContext:
     tables: dict[Any, Tensor] | None = None
     calls: dict[nn.Module, int] = field(default_factory=dict)
     mask_windows: set[int] = field(default_factory=set)
-    windows: set[int | None] = field(default_factory=set)
+    windows: set[tuple[nn.Module, int | None]] = field(default_factory=set)
     _views: dict[tuple[torch.device, bool, int | None], RaggedBatch] = field(default_factory=dict)
 
     def batch_on(self, device: torch.device, *, attends: bool = False, chunk_size: int | None = None) -> RaggedBatch:
@@ -62,22 +62,30 @@ class AttentionContext:
         """
         if not self.calls:
             raise UnsupportedError("none of its modules calls the registered attention function")
-        if self.mask_windows - self.windows:
-            raise UnsupportedError(
-                f"it limits attention to {sorted(self.mask_windows - self.windows)} tokens by a mask alone"
-            )
+        if unused := self.mask_windows - {window for _, window in self.windows}:
+            raise UnsupportedError(f"it limits attention to {sorted(unused)} tokens by a mask alone")
 
     def check_windows(self, config: PretrainedConfig) -> None:
-        """Refuse a model whose native cache forgets other tokens than its attention does.
+        """Refuse a model whose native masks or cache forget other tokens than its attention does.
 
         Raises:
-            UnsupportedError: The windows of the two differ, or are too small for the native cache to keep any token.
+            UnsupportedError: Their windows differ, or are too small for the native cache to keep any token.
         """
-        native = {getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers}
-        if (native or {None}) != self.windows or 1 in self.windows:
-            raise UnsupportedError(
-                f"its attention looks back over {self.windows} tokens, and its native cache keeps {native or {None}}"
-            )
+        native = {getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers} or {None}
+        ours = {window for _, window in self.windows}
+        if native != ours or 1 in ours:
+            raise UnsupportedError(f"its attention looks back over {ours} tokens, and its native cache keeps {native}")
+        # Natively the mask limits a layer, and it is the config's types that say which mask; modules keep their own.
+        layer_types = getattr(config, "layer_types", None) or ()
+        for module, window in self.windows:
+            layer = getattr(module, "layer_idx", None)
+            if not isinstance(layer, int) or layer >= len(layer_types):
+                continue
+            if (layer_types[layer] == "full_attention") != (window is None):
+                raise UnsupportedError(
+                    f"the attention of layer {layer} looks back over {window} tokens, and its config says "
+                    f"{layer_types[layer]}"
+                )
 
 
 _context: ContextVar[AttentionContext | None] = ContextVar("orca_attention_context", default=None)

@@ -93,46 +93,42 @@ class FusedForward(StandIn):
         module: The module, whose forward is known.
         library: The kernels.
         snapshots: Of all classes.
-        children: Names of modules inside, whose work this forward does.
 
     Attributes:
         linears: The module's linears, whose products this forward computes from copies of its own.
         parts: Forwards of modules inside, whose work this one does.
-        snapshots: Of the classes whose forwards it stands for, the module's own first.
+        code: Snapshots of the classes whose forwards it stands for, those of its parts included.
         dtypes: Those of weights that it can be for.
     """
 
-    __slots__ = ("children", "is_right", "library", "linears", "parts", "snapshots")
+    __slots__ = ("children", "code", "is_right", "library", "linears", "parts", "snapshot")
 
     is_batch_invariant = True  # the kernels' rows do not depend on how many there are
     dtypes = frozenset({torch.float32})
 
-    def __init__(
-        self, module: nn.Module, library: Library, snapshots: Snapshots, children: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, module: nn.Module, library: Library, snapshots: Snapshots) -> None:
         super().__init__(module)
         self.library = library
+        self.children = dict(module._modules)
+        self.snapshot = snapshots.of(type(module))
+        self.code = frozenset({self.snapshot})
         # Kept, since a module finds its children ten times as slowly.
-        self.children: tuple[tuple[str, nn.Module | None], ...] = tuple(
-            (name, module._modules.get(name)) for name in children
-        )
         self.linears: tuple[nn.Linear, ...] = ()
         self.parts: tuple[FusedForward, ...] = ()
-        self.snapshots = tuple(snapshots.of(kind) for kind in (type(module), nn.Linear))
         self.is_right: bool | None = None  # not known before the first call
 
     def is_possible(self) -> bool:
         """Whether the kernels can do what the module does as it is now."""
-        is_original = all(snapshot.is_original for snapshot in self.snapshots)
+        is_original = all(snapshot.is_original for snapshot in self.code)
         return is_original and all(type(linear) is nn.Linear for linear in self.linears) and self.is_current()
 
     def is_current(self) -> bool:
         """Whether the module is of the class that it was, with nothing of its own, and has the same modules inside."""
-        module, snapshot = self.module, self.snapshots[0]
+        module = self.module
         return (
-            type(module) is snapshot.function
-            and not is_changed(module, snapshot.methods)
-            and all(module._modules.get(name) is child for name, child in self.children)
+            type(module) is self.snapshot.function
+            and module._modules == self.children
+            and not is_changed(module, self.snapshot.methods)
         )
 
     @abstractmethod
@@ -205,18 +201,18 @@ class FusedNorm(FusedForward):
 class FusedMLP(FusedForward):
     """`down(activation(gate(x)) * up(x))`."""
 
-    __slots__ = ("down", "dtype", "gate_up", "gelu", "sizes")
+    __slots__ = ("activation", "down", "dtype", "gate_up", "gelu", "sizes")
 
     module: Any
     dtypes = LINEAR_DTYPES
 
     def __init__(self, module: nn.Module, library: Library, snapshots: Snapshots) -> None:
-        super().__init__(module, library, snapshots, ("gate_proj", "up_proj", "down_proj", "act_fn"))
+        super().__init__(module, library, snapshots)
         self.linears = (self.module.gate_proj, self.module.up_proj, self.module.down_proj)
-        activation = type(self.module.act_fn)
-        self.gelu = _ACTIVATIONS.get(activation)
+        self.gelu = _ACTIVATIONS.get(type(self.module.act_fn))
         if self.gelu is not None:
-            self.snapshots += (snapshots.of(activation),)
+            self.activation = snapshots.of(type(self.module.act_fn))
+            self.code |= {snapshots.of(nn.Linear), self.activation}
 
     def is_possible(self) -> bool:
         """Whether the kernels have this activation, and the weights belong together."""
@@ -227,14 +223,15 @@ class FusedMLP(FusedForward):
 
     def is_current(self) -> bool:
         """The activation is what it was too; and there are no biases before it, which the kernels do not have."""
-        activation, snapshot = self.children[3][1], self.snapshots[2]
+        activation: Any = self.children["act_fn"]
+        gate, up, _ = self.linears
         return (
             super().is_current()
-            and activation is not None
-            and type(activation) is snapshot.function
-            and not is_changed(activation, snapshot.methods)
+            and type(activation) is self.activation.function
+            and not is_changed(activation, self.activation.methods)
             and (not self.gelu or _is_tanh(activation))
-            and all(linear._parameters.get("bias") is None for linear in self.linears[:2])
+            and gate._parameters.get("bias") is None
+            and up._parameters.get("bias") is None
         )
 
     def pack(self) -> None:
@@ -279,13 +276,12 @@ class FusedAttention(FusedForward):
         *,
         has_norms: bool,
     ) -> None:
-        norms = ("q_norm", "k_norm") if has_norms else ()
-        super().__init__(module, library, snapshots, ("q_proj", "k_proj", "v_proj", "o_proj", *norms))
+        super().__init__(module, library, snapshots)
         self.window = window
         self.linears = (self.module.q_proj, self.module.k_proj, self.module.v_proj, self.module.o_proj)
-        self.parts = self.head_norms = tuple(
-            FusedNorm(getattr(self.module, name), library, snapshots) for name in norms
-        )
+        norms = (self.module.q_norm, self.module.k_norm) if has_norms else ()
+        self.parts = self.head_norms = tuple(FusedNorm(norm, library, snapshots) for norm in norms)
+        self.code = self.code.union({snapshots.of(nn.Linear)}, *(norm.code for norm in self.head_norms))
 
     def is_possible(self) -> bool:
         """Whether the norms of query and key heads, if it has any, are known too, and the weights belong together."""

@@ -10,14 +10,14 @@ from orca_hf.same_code import Snapshots
 from orca_kernels.compiled import Library
 
 _LAYER = "llama.LlamaDecoderLayer"
-_CHILDREN = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 
 
 def fuse(module: nn.Module, library: Library, snapshots: Snapshots) -> FusedForward | None:
     """A forward for `module` by the compiled kernels, None where its own is none of those that are known."""
     if not is_like(module, _LAYER):
         return fuse_part(module, library, snapshots)
-    children = [module._modules.get(name) for name in _CHILDREN]
+    names = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+    children = [module._modules.get(name) for name in names]
     before, attention, after, mlp = (
         None if child is None else fuse_part(child, library, snapshots) for child in children
     )
@@ -49,13 +49,14 @@ class FusedLayer(FusedForward):
         after: FusedNorm,
         mlp: FusedMLP,
     ) -> None:
-        super().__init__(module, library, snapshots, _CHILDREN)
+        super().__init__(module, library, snapshots)
         self.before = before
         self.attention = attention
         self.after = after
         self.mlp = mlp
         self.linears = (*attention.linears, *mlp.linears)
         self.parts = (before, attention, *attention.parts, after, mlp)
+        self.code = self.code.union(*(part.code for part in self.parts))
 
     def is_possible(self) -> bool:
         """Whether the products fit together too."""

@@ -10,6 +10,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_manage
 
 from orca_hf.adapters import find_adapter
 from orca_hf.attention_name import IMPLEMENTATION
+from orca_hf.attention_sources import attention_reasons, mode_reasons
 from orca_hf.known_code import KnownCode, places
 from orca_hf.known_forwards import autocast_of_forward, is_own_forward
 from orca_hf.patches import StandIn, attention_configs
@@ -69,6 +70,7 @@ def model_reasons(model: PreTrainedModel, modules: tuple[nn.Module, ...]) -> lis
     # A name in use by an iteration at this moment compares equal to ours; it stands for a stock one.
     if other_attention := attention - _STOCK_ATTENTION - {IMPLEMENTATION}:
         reasons.append(f"attention implementation {', '.join(sorted(map(str, other_attention)))} may be another")
+    reasons += attention_reasons(modules) + mode_reasons()
     if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model):
         reasons.append("parameters are sharded over processes (ZeRO-3 or FSDP)")
     if (getattr(model, "_tp_size", None) or 1) > 1:

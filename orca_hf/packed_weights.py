@@ -147,10 +147,7 @@ def _modules_of(forward: Forward) -> dict[nn.Module, None]:
 
 def _is_current(forward: Forward, known: AbstractSet[Snapshot]) -> bool:
     """Whether all code whose work a stand-in does is what it was made for, and the modules hold each other as then."""
-    fused = _fused(forward)
-    return all(snapshot in known for each in fused or (forward,) for snapshot in each.snapshots) and all(
-        each.is_current() for each in fused
-    )
+    return forward.code <= known and all(each.is_current() for each in _fused(forward))
 
 
 def _find_forwards(modules: Iterable[nn.Module], snapshots: Snapshots) -> list[Forward]:

@@ -15,6 +15,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from orca_hf import random_state
 from orca_hf.adapters import adapt, native_kv
 from orca_hf.attention_context import AttentionContext, attention_context, leave_iteration
+from orca_hf.attention_sources import attention_functions, mode_reasons
 from orca_hf.batch import ForwardBatch, build_batch
 from orca_hf.batch_invariance import ROWS, BatchInvariantProducts, leave_batch_invariance
 from orca_hf.config import OrcaConfig
@@ -81,6 +82,7 @@ class ModelRunner:
         accepts: The arguments of the model's forward.
         adapted: The model's attention modules that run by an adapter.
         calls: How often each attention module runs in a forward; None before the trial.
+        windows: The windows of the attention modules, as `AttentionContext` has them; None before the trial.
         has_native_cache: Whether the pool holds what the model's native cache would, which may be latents, or heads
             before they are repeated, or nothing for layers that share. The trial finds out.
         graphs: CUDA graphs of decode iterations; None where nobody asked for them, and before the pool is made.
@@ -102,6 +104,7 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         self.has_native_cache = False
         self.calls: dict[nn.Module, int] | None = None
+        self.windows: set[tuple[nn.Module, int | None]] | None = None
         self._bytes_per_slot: dict[torch.device, int] = {}
         modules = all_modules(model)
         # Where a model is on the attention interface, its attention may be that of an adapted class too, by heritage.
@@ -334,6 +337,8 @@ class ModelRunner:
         if self.calls is not None and context.calls != self.calls:
             # A layer's K/V memory that was left out in one iteration would be read in the next.
             raise UnsupportedError("its attention modules run now more, now fewer times in a forward")
+        if self.windows is not None and context.windows != self.windows:
+            raise UnsupportedError("its attention modules look back over other numbers of tokens than in their trial")
         self._iterations += 1
         if len(logits) != len(batch.sampling_rows):  # a forward that cannot be told, or does not listen
             logits = logits[batch.sampling_rows.to(logits.device)]
@@ -353,7 +358,8 @@ class ModelRunner:
 
     def _packed_forwards(self, num_rows: int, remaining: int) -> list[StandIn]:
         """The linears to run packed: all that can be, or none where that would not pay."""
-        if not self.config.pack_weights or self.autocast is not None:
+        # A mode of the user's is to see every operation.
+        if not self.config.pack_weights or self.autocast is not None or mode_reasons():
             return []
         if self._packing:  # an interruption came in the middle of what follows
             self.packed.clear()
@@ -440,9 +446,20 @@ def _embedding(model: PreTrainedModel) -> Tensor:
 
 
 def model_structure(modules: tuple[nn.Module, ...]) -> tuple[Any, ...]:
-    """What a runner takes for granted: modules, attention's names, the parameters' classes, dtypes and devices."""
-    names = tuple(config._attn_implementation for config in attention_configs(modules))
+    """What a runner takes for granted: modules, configs, attention, the parameters' classes, dtypes and devices."""
+    configs = attention_configs(modules)
+    names = tuple(config._attn_implementation for config in configs)
+    values = [_frozen({**config.__dict__, "_attn_implementation_internal": None}) for config in configs]
     parameters = [parameter for module in modules for parameter in module._parameters.values() if parameter is not None]
     # The class too: a tensor subclass, as quantisation puts in a parameter's place, computes what it likes.
     kinds = [(type(parameter), parameter.dtype, parameter.device) for parameter in parameters]
-    return tuple(map(id, modules)), names, kinds
+    return tuple(map(id, modules)), names, values, attention_functions(modules), kinds
+
+
+def _frozen(value: Any) -> Any:
+    """A config's value, to compare with what it is later: a copy, so that a change within a list shows."""
+    if isinstance(value, dict):
+        return tuple((name, _frozen(each)) for name, each in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(map(_frozen, value))
+    return value if value is None or isinstance(value, int | float | str | torch.dtype) else id(value)

@@ -64,8 +64,8 @@ class Snapshot:
         used.follow(function if owner is None else getattr(owner, "forward", None))
         self._variables = tuple((space, name, space.get(name, _MISSING)) for space, name in used.variables.values())
         self._attributes = tuple((kind, name, getattr(kind, name, _MISSING)) for kind, name in used.attributes)
-        self.methods = tuple(name for kind, name in used.attributes if kind is owner and name not in _MACHINERY)
-        self.is_original = all(_is_original(name, value) for _, name, value in (*self._variables, *self._attributes))
+        self.methods = frozenset(name for kind, name in used.attributes if kind is owner and name not in _MACHINERY)
+        self.is_original = all(is_original(name, value) for _, name, value in (*self._variables, *self._attributes))
 
     def is_current(self) -> bool:
         """Whether nothing has been replaced since."""
@@ -154,7 +154,7 @@ def _is_from(value: Any, folder: str) -> bool:
     return isinstance(value, FunctionType) and value.__code__.co_filename.startswith(folder)
 
 
-def _is_original(name: str, value: Any) -> bool:
+def is_original(name: str, value: Any) -> bool:
     """Whether what is found under a name is what torch or transformers has put there, as far as can be told by it."""
     if isinstance(value, FunctionType):
         return _is_from(value, _TRANSFORMERS) or (_is_from(value, _TORCH) and _is_named(value, name))

@@ -35,7 +35,7 @@ def _compare(runner: ModelRunner) -> None:
     prefill = Iteration(tuple(Step(r, 0, len(r.prompt) - 1, samples=False) for r in requests))
     context = runner.forward(prefill, [])[1]
     context.check_windows(runner.model.config.get_text_config(decoder=True))
-    runner.calls = context.calls
+    runner.calls, runner.windows = context.calls, context.windows
     if runner.config.deterministic:
         runner.run(prefill)  # again, for K/V made as all that follow
     ours = runner.run(Iteration(tuple(Step(r, len(r.prompt) - 1, 1, samples=True) for r in requests)))

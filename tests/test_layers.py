@@ -25,6 +25,7 @@ LAYERS = [
         "attention",
         "attention_context",
         "attention_name",
+        "attention_sources",
         "batch",
         "batch_invariance",
         "decode_graphs",
