@@ -134,12 +134,15 @@ class OptionsReader:
         return make
 
 
-def max_new_tokens(request: GenerationRequest, prompt: Sequence[int], max_model_len: int, default: int) -> int:
+def max_new_tokens(
+    request: GenerationRequest, prompt: Sequence[int], place: str, max_model_len: int, default: int
+) -> int:
     """How long an answer to `prompt` may be.
 
     Args:
         request: Which may say it.
         prompt: Tokens.
+        place: Where in the request the prompt is.
         max_model_len: Of prompt and answer together.
         default: For a chat that does not say it.
 
@@ -154,9 +157,10 @@ def max_new_tokens(request: GenerationRequest, prompt: Sequence[int], max_model_
     room = max_model_len - len(prompt)
     if room < (1 if asked is None else asked):
         wanted = "" if asked is None else f" and asks for {asked} more"
+        which = place if "[" in place else "The prompt"
         raise bad_request(
-            f"The prompt has {len(prompt)} tokens{wanted}; this model takes {max_model_len} together. Shorten one.",
-            "messages" if isinstance(request, ChatRequest) else "prompt",
+            f"{which} has {len(prompt)} tokens{wanted}; this model takes {max_model_len} together. Shorten one.",
+            place,
             "context_length_exceeded",
         )
     return min(default, room) if asked is None else asked

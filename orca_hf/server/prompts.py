@@ -57,7 +57,7 @@ class Prompts:
         Raises:
             ApiError: It has no tokens, or one that the model does not have.
         """
-        place = "prompt" if index is None else f"prompt[{index}]"
+        place = place_of(index)
         tokens = prompt if isinstance(prompt, list) else self.of_text(prompt, place)
         if not tokens:
             words = "The prompt" if index is None else place
@@ -98,6 +98,11 @@ class Prompts:
                 message = f"{place} has more than {self._max_tokens} tokens; this model takes fewer. Shorten it."
                 raise bad_request(message, place, "context_length_exceeded")
             length *= 4
+
+
+def place_of(index: int | None) -> str:
+    """Where in a completion one of its prompts is."""
+    return "prompt" if index is None else f"prompt[{index}]"
 
 
 def completion_prompts(request: CompletionRequest) -> list[tuple[str | list[int], int | None]]:

@@ -18,7 +18,7 @@ from orca_hf.server.limits import Limits, Ticket
 from orca_hf.server.logprobs import TokenTexts
 from orca_hf.server.metrics import Metrics
 from orca_hf.server.options import Options, OptionsReader, max_new_tokens
-from orca_hf.server.prompts import Prompts, completion_prompts
+from orca_hf.server.prompts import Prompts, completion_prompts, place_of
 from orca_hf.server.protocol import ChatRequest, CompletionRequest, GenerationRequest, ModelRequest
 from orca_hf.server.settings import ServerSettings
 from orca_hf.server.structured import Grammar, Grammars
@@ -202,11 +202,12 @@ class Service:
     def _prompt(self, request: GenerationRequest, given: Prompt | None) -> tuple[list[int], int]:
         """The tokens of one prompt, and how many may follow."""
         if isinstance(request, ChatRequest):
-            tokens = self.prompts.of_chat(request.messages)
+            tokens, place = self.prompts.of_chat(request.messages), "messages"
         else:
             assert given is not None
-            tokens = self.prompts.of_completion(*given)
-        return tokens, max_new_tokens(request, tokens, self.settings.max_model_len, self.settings.default_max_tokens)
+            tokens, place = self.prompts.of_completion(*given), place_of(given[1])
+        limits = self.settings.max_model_len, self.settings.default_max_tokens
+        return tokens, max_new_tokens(request, tokens, place, *limits)
 
     def _answer(self, options: Options, prompt: list[int], length: int, grammar: Grammar | None, index: int) -> Answer:
         """An answer, on its way in the engine."""

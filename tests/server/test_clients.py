@@ -205,6 +205,7 @@ SAID = {
     "texts and tokens": (COMPLETION, {"prompt": [5, "k"]}, "prompt[1]", "integer", "a text of 1 character"),
     "a prompt of numbers": (COMPLETION, {"prompt": ["k", 5]}, "prompt[1]", "a text or a list of token ids", "5"),
     "a foreign token": (COMPLETION, {"prompt": [[5], [5, 9999]]}, "prompt[1]", "0 to ", "9999"),
+    "a prompt too long": (COMPLETION, {"prompt": ["k", [5] * 200]}, "prompt[1]", "takes 200", "has 200 tokens"),
     "an empty prompt": (COMPLETION, {"prompt": ["k", ""]}, "prompt[1]", "at least one", "no tokens"),
     "a negative bias": (COMPLETION, {"logit_bias": {"-7": 1}}, "logit_bias[-7]", "or equal to 0", "-7"),
     "a large bias": (COMPLETION, {"logit_bias": {"7": 101}}, "logit_bias[7]", "or equal to 100", "101"),

@@ -1,9 +1,11 @@
 """Promise: a server that is told to stop finishes what it has accepted, within its grace, and tells who is too late."""
 
+import http.client
 import json
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +20,7 @@ from tiny import make_model
 from tokenizers_tiny import byte_level
 
 import orca_hf
+from orca_hf.server import command
 
 TOKENIZER = byte_level()
 
@@ -53,6 +56,42 @@ def test_what_outlasts_the_grace_is_cancelled_and_told():
             list(stream)
         assert all(handle.cancelled.wait(PATIENCE) for handle in handles)
         running.join()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_what_is_still_in_preparation_is_told_in_the_same_form(path):
+    begun, released = threading.Event(), threading.Event()
+
+    def prepared_for_long(prompt, **given):
+        begun.set()
+        released.wait(PATIENCE)
+        return FakeEngine.submit(engine, prompt, **given)
+
+    engine = FakeEngine()
+    engine.submit = prepared_for_long
+    with faked(engine, TOKENIZER, grace=0.0) as running, ThreadPoolExecutor() as pool:
+        body = {"prompt": "k"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "k"}]}
+        waiting = pool.submit(httpx.post, f"{running.url}{path}", json=body, timeout=PATIENCE)
+        assert begun.wait(PATIENCE)
+        running.stop()
+        answer = waiting.result(PATIENCE)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+        released.set()
+
+
+def test_so_is_who_has_not_sent_all_of_it(monkeypatch):
+    monkeypatch.setattr(command, "_LAST_WORDS", 0.1)
+    with (
+        faked(FakeEngine(), TOKENIZER, grace=0.0) as running,
+        socket.create_connection(running.address, PATIENCE) as connection,
+    ):
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n"
+        connection.sendall(head + b"Content-Length: 9\r\n\r\n")
+        assert connection.recv(25) == b"HTTP/1.1 100 Continue\r\n\r\n"  # its body is waited for
+        running.stop()
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        assert (response.status, json.loads(response.read())["error"]["code"]) == (503, "shutting_down")
 
 
 def test_nothing_accepted_is_lost_under_load():
