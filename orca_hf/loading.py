@@ -255,7 +255,7 @@ def _tied_weights(config: PreTrainedConfig) -> re.Pattern[str] | None:
     """
     if not getattr(config, "tie_word_embeddings", False) or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
-    names: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._tied_weights_keys
+    names = getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_tied_weights_keys", None)
     return re.compile("|".join(f"(?:{name})" for name in names)) if names else None
 
 
