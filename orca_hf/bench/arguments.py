@@ -18,6 +18,7 @@ COMMANDS = {
     "shapes": "short, long, equal, ragged, sampled and streamed work: slower than native on none",
     "clients": "streams over HTTP, against the same requests through the Python API",
     "soak": "requests of all kinds to a server, for a while: nothing wrong, nothing left",
+    "hostile": "bodies that are long to judge: nobody else has to wait for a server that gets them",
 }
 
 
@@ -30,7 +31,7 @@ def add_bench(commands: Any) -> None:
         parser.add_argument("--out", metavar="FILE", help="write the result here as JSON")
         parser.add_argument("--plot", metavar="FILE", help="draw the result here (png, svg or pdf)")
         parser.add_argument("--seed", type=whole(), default=0, help="of everything random (default: 0)")
-        if name not in ("scheduler", "soak"):
+        if name not in ("scheduler", "soak", "hostile"):
             _add_model(parser)
         if name in ("engine", "trace", "replay", "shapes"):
             _add_speculation(parser, default=0 if name in ("engine", "trace") else None)
@@ -117,6 +118,12 @@ def _add_soak(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=_positive, help="for the matrix products (default: PyTorch's)")
 
 
+def _add_hostile(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help="a folder or hub id (default: a tiny one with random weights)")
+    parser.add_argument("--body-bytes", type=_positive, default=4 * 2**20, help="of the longest (default: 4 MiB)")
+    parser.add_argument("--threads", type=_positive, help="for the matrix products (default: PyTorch's)")
+
+
 _ADD: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "engine": _add_engine,
     "trace": _add_trace,
@@ -125,6 +132,7 @@ _ADD: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "shapes": _add_shapes,
     "clients": _add_clients,
     "soak": _add_soak,
+    "hostile": _add_hostile,
 }
 
 

@@ -110,7 +110,11 @@ _MAKERS: dict[tuple[str, str], tuple[int, Callable[[int], str]]] = {
     (_CHAT, "a schema of texts"): (400, _numbered(_SCHEMA + '{"enum":[', '"%07d"', "]}}}}", 60_000)),
     (_CHAT, "a schema of 5,000 texts"): (200, _numbered(_SCHEMA + '{"enum":[', '"%07d"', "]}}}}", 5_000)),
     (_CHAT, "a schema's fields"): (400, _numbered(_FIELDS, '"%07d":{}', "}}}}}", 16_000)),
-    (_CHAT, "4,000 of a schema's fields"): (200, _numbered(_FIELDS, '"%07d":{}', "}}}}}", 4_000)),
+    (_CHAT, "400 of a schema's fields"): (200, _numbered(_FIELDS, '"%07d":{}', "}}}}}", 400)),
+    (_CHAT, "patterns that are met at once"): (
+        400,
+        _numbered(_SCHEMA + '{"type":"string","allOf":[', '{"pattern":"a{%07d}"}', "]}}}}", 20),
+    ),
     (_CHAT, "schemas in a schema"): (200, _nested(_SCHEMA, '{"type":"object","properties":{"a":', "}}", "}}}", 50)),
     (_CHAT, "a schema's pattern"): (400, _filled(_SCHEMA + '{"type":"string","pattern":"', "(a|b)", '"}}}}', "")),
     ("/tokenize", "text"): (400, _filled('{"prompt":"', "k ", '"}', "")),

@@ -81,7 +81,8 @@ def bind(host: str, port: int) -> socket.socket:
         ConfigError: The address cannot be had.
     """
     family, address = _addresses(host, port)
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio sends small pieces at once, instead of after those before them are acknowledged, on sockets that say TCP.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)

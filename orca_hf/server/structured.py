@@ -87,7 +87,7 @@ class Grammars:
             raise bad_request("The model has no end-of-sequence token, so no structured answer could end.", _FIELD)
         vocabulary = self._vocabulary_of_tokenizer()
         try:
-            matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_json_schema(schema))
+            matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_json_schema(schema), log_level=0)
         except ValueError as error:
             raise _cannot_be_followed(str(error)) from error
         if matcher.is_error():

@@ -110,6 +110,30 @@ def test_without_llguidance_the_answer_says_what_to_install(served, monkeypatch)
         served.openai().chat.completions.create(model="tiny", messages=CHAT, response_format=schema_format({}))
 
 
+def test_a_schema_that_gets_too_intricate_on_the_way_is_told(served):
+    """llguidance gives up, which is no end of an answer."""
+    many = {"type": "object", "properties": {f"p{i:03}": {} for i in range(800)}}
+    with pytest.raises(BadRequestError, match="cannot be followed"):
+        served.openai().chat.completions.create(model="tiny", messages=CHAT, response_format=schema_format(many))
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_an_answer_whose_every_token_is_forbidden_says_so(temperature):
+    model = make_model("llama", vocab_size=VOCAB)
+    model.generation_config.eos_token_id = TOKENIZER.eos_token_id
+    model.generation_config.suppress_tokens = list(range(3, VOCAB))
+    with live(orca_hf.engine(model), model, TOKENIZER) as running, pytest.raises(BadRequestError, match="forbid every"):
+        running.openai().chat.completions.create(
+            model="tiny", messages=CHAT, response_format=schema_format({"enum": ["ok"]}), temperature=temperature
+        )
+
+
+@pytest.mark.parametrize("schema", [{"enum": ["x" * 2**17]}, {"pattern": "(a|b)" * 2**15}], ids=["texts", "pattern"])
+def test_a_schema_that_is_too_long_says_how_long_it_may_be(served, schema):
+    with pytest.raises(BadRequestError, match="at most 131072"):
+        served.openai().chat.completions.create(model="tiny", messages=CHAT, response_format=schema_format(schema))
+
+
 @pytest.mark.parametrize(
     ("tokenizer", "eos", "words"),
     [
