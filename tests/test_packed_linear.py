@@ -41,6 +41,84 @@ def test_a_packed_linear_computes_what_the_linear_computes(rows, inputs, outputs
     torch.testing.assert_close(forward(hidden), linear(hidden), atol=tolerance, rtol=tolerance)
 
 
+def at_offset(elements):
+    """In a flat buffer, as libraries that shard weights lay them out."""
+
+    def place(tensor):
+        flat = torch.zeros(tensor.numel() + elements, dtype=tensor.dtype)
+        flat[elements:] = tensor.flatten()
+        return flat[elements:].view(tensor.shape)
+
+    return place
+
+
+def at_byte(offset):
+    """Where a file that is mapped into memory happens to have it."""
+
+    def place(tensor):
+        data = tensor.contiguous().flatten().view(torch.uint8).tolist()
+        buffer = bytearray([0] * offset + data)
+        return torch.frombuffer(buffer, dtype=tensor.dtype, offset=offset).view(tensor.shape)
+
+    return place
+
+
+# How a tensor may lie in memory.
+LAYOUTS = {
+    "at an odd element": at_offset(1),
+    "at an odd pair": at_offset(3),
+    "at an even element": at_offset(2),
+    "at an odd byte": at_byte(1),
+    "at a byte between elements": at_byte(2),
+    "at a word between pairs": at_byte(4),
+    "an odd element of an odd storage": lambda tensor: at_byte(2)(at_offset(0)(tensor)),
+    "transposed": lambda tensor: tensor.t().contiguous().t(),
+    "every other element": lambda tensor: tensor.repeat_interleave(2, -1)[..., ::2],
+    "one number for all": lambda tensor: tensor[..., :1].clone().expand(tensor.shape),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("outputs", "inputs"), [(4, 8), (1, 6), (5, 7), (3, 1)])
+@torch.no_grad()
+def test_a_weight_and_a_bias_may_lie_anywhere(layout, dtype, outputs, inputs):
+    linear = nn.Linear(inputs, outputs, dtype=dtype)
+    linear.weight, linear.bias = (nn.Parameter(LAYOUTS[layout](each.detach())) for each in (linear.weight, linear.bias))
+    packed = PackedWeights()
+    packed.pack([linear], max_bytes=lambda: 10**9)
+    packed.refresh(deep=True)
+    forward = packed.forwards[0] if packed.forwards else linear
+    hidden = torch.randn(1, 3, inputs, dtype=dtype)
+    tolerance = max(1e-5, 2 * torch.finfo(dtype).eps)
+    for rows in (hidden, LAYOUTS[layout](hidden[0]), hidden[:, :0]):
+        torch.testing.assert_close(forward(rows), linear(rows), atol=tolerance, rtol=tolerance)
+
+
+CONTIGUOUS = [layout for layout in LAYOUTS if layout.startswith(("at", "an"))]
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [*((each, torch.float32) for each in LAYOUTS), *((each, torch.bfloat16) for each in CONTIGUOUS)],
+    ids=str,
+)
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
+def test_a_model_may_lie_anywhere(layout, dtype, model_type):
+    batch, options = pad_left(PROMPTS), {"max_new_tokens": 24, "do_sample": False}
+    plain, model = (make_model(model_type).to(dtype) for _ in range(2))
+    with torch.no_grad():
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and (parameter.dim() > 1 or layout != "transposed"):
+                    setattr(module, name, nn.Parameter(LAYOUTS[layout](parameter.detach())))
+    plain.load_state_dict(model.state_dict())
+    if dtype is torch.bfloat16:  # natively it is rounded in another order
+        plain = orca_hf.wrap(plain, OrcaConfig(max_slots=512))
+    ours = orca_hf.wrap(model, OrcaConfig(max_slots=512)).generate(**batch, **options)
+    assert torch.equal(ours, plain.generate(**batch, **options))
+
+
 def test_under_grad_or_autocast_the_linears_own_product_runs():
     linear = nn.Linear(8, 8)
     _, forward = packed_forward(linear)
