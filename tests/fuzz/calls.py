@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from drawn_options import MANY, drawn_call
-from tiny import VOCAB, make_tokenizer, pad_left
+from tiny import VOCAB, pad_left
+from tokenizers_tiny import byte_level
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
+TOKENIZER = byte_level()
 RECORDED = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 
 
@@ -158,7 +160,9 @@ class DrawnCall:
         return cls({**_padded(draw, may_pad=may_pad), "max_new_tokens": num_tokens, "do_sample": False}, [])
 
     @classmethod
-    def draw(cls, draw: Random, *, is_exact: bool, may_draw: bool, has_words: bool, may_pad: bool) -> DrawnCall:
+    def draw(
+        cls, draw: Random, *, is_exact: bool, may_draw: bool, may_run_code: bool, has_words: bool, may_pad: bool
+    ) -> DrawnCall:
         """A random call.
 
         Args:
@@ -166,11 +170,12 @@ class DrawnCall:
             is_exact: Whether tokens will be compared one by one. If not, only options whose tokens can be judged by
                 the model's logits alone are drawn.
             may_draw: Whether it may use random numbers.
+            may_run_code: Whether it may have processors, criteria and streamers of the user's.
             has_words: Whether every token is one of the tiny tokenizer's.
             may_pad: Whether rows may be of different lengths.
         """
         call = cls.plain(draw, draw.choice([1, 3, 8, 12, 20, 40]), may_pad=may_pad)
-        if is_exact and may_pad and draw.random() < 0.3:
+        if is_exact and may_pad and may_run_code and draw.random() < 0.3:
             return cls._of_many_options(draw, may_draw=may_draw)
         options = call.arguments
         if draw.random() < 0.4:
@@ -185,6 +190,10 @@ class DrawnCall:
                 options["num_return_sequences"] = draw.choice([2, 3])
         if draw.random() < 0.15:
             options["repetition_penalty"] = draw.choice([0.8, 1.3])
+        if has_words and draw.random() < 0.1:
+            options.update(stop_strings=draw.sample(["ok", "x", "st", "no", "漢"], 2), tokenizer=TOKENIZER)
+        if not may_run_code:
+            return call
         if draw.random() < 0.25:
             name = draw.choice(sorted(PROCESSORS if may_draw else PROCESSORS.keys() - DRAWING))
             options["logits_processor"] = [Processor(call.seen, PROCESSORS[name])]
@@ -193,8 +202,6 @@ class DrawnCall:
             name = draw.choice(sorted(CRITERIA))
             options["stopping_criteria"] = [Criterion(call.seen, CRITERIA[name])]
             call.said.append(f"a criterion that ends rows {name}")
-        if has_words and draw.random() < 0.1:
-            options.update(stop_strings=["w33", "w4w5", f"w{draw.randrange(3, VOCAB)}"], tokenizer=make_tokenizer())
         if draw.random() < 0.25:
             draws = may_draw and draw.random() < 0.3
             options["streamer"] = Streamer(call.seen, draws)

@@ -27,7 +27,7 @@ class Case:
 
     @classmethod
     def of(cls, seed: int) -> Case:
-        """The case of a seed: always the same."""
+        """The case of a seed: always the same, but for who comes first among threads."""
         draw = Random(seed)
         architecture = "llama" if draw.random() < 0.35 else draw.choice(sorted(ARCHITECTURES))
         spec = ModelSpec(

@@ -18,6 +18,7 @@ import transformers
 from fuzz.case import Case, Report, run_case
 
 _PATIENCE_S = 150.0
+_MOST_CHARS = 3000  # of a fault: tensors can be long
 
 
 def _start() -> None:
@@ -104,7 +105,7 @@ def _print(text: str) -> None:
 
 
 def _say(report: Report) -> None:
-    _print(f"\nFAILS: {report.script}\n  {report.fault}\n")
+    _print(f"\nFAILS: {report.script}\n  {(report.fault or '')[:_MOST_CHARS]}\n")
 
 
 def _sum_up(reports: list[Report], began: float) -> None:

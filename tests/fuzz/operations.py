@@ -174,7 +174,9 @@ class Interrupt(Operation):
             outcome(lambda: call().run_and_record(world.ours), self.number)
         if not counting.num_lines:
             return
-        beside = [world.draw_call(self.number + 1 + i, may_draw=False) for i in range(draw.choice([0, 0, 2]))]
+        # Those whose own code the interrupted thread has begun to run may end with it (README, "Ctrl-C").
+        numbers = [self.number + 1 + i for i in range(draw.choice([0, 0, 2]))]
+        beside = [world.draw_call(number, may_draw=False, may_run_code=False) for number in numbers]
         native = [outcome(lambda each=each: each().run_and_record(world.native)) for each in beside]
         threads = [_Background(lambda each=each: each().run_and_record(world.ours)) for each in beside]
         lines = Lines(raise_at=draw.randrange(counting.num_lines) + 1)

@@ -100,12 +100,13 @@ class World:
         """Whether all rows of a call fit into the K/V memory; else they draw otherwise (README, "Random numbers")."""
         return self.config.max_slots is not None and self.config.max_slots >= 1024
 
-    def draw_call(self, number: int, *, may_draw: bool = True) -> Callable[[], DrawnCall]:
+    def draw_call(self, number: int, *, may_draw: bool = True, may_run_code: bool = True) -> Callable[[], DrawnCall]:
         """The arguments of call `number`, made anew for each twin, as they may hold objects with a state."""
         return lambda: DrawnCall.draw(
             random.Random(number),
             is_exact=self.is_exact,
             may_draw=may_draw and self.holds_all_rows,
+            may_run_code=may_run_code,
             has_words=not self.spec.wide,
             # Natively eager attention in float64 makes NaN of padding: the mask's lowest number overflows.
             may_pad=self.spec.dtype is not torch.float64,
