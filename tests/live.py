@@ -169,6 +169,6 @@ class FakeEngine:
         return self.healthy
 
     @contextmanager
-    def serving(self) -> Iterator[None]:
+    def serving(self, *, weights_are_fixed: bool) -> Iterator[None]:
         self.loop = asyncio.get_running_loop()
         yield

@@ -81,9 +81,11 @@ def live_server(model: str, flags: Sequence[str], threads: int | None = None) ->
 
 
 def _url(process: subprocess.Popen[str]) -> str:
+    """Where the server is, once it has warmed up."""
     assert process.stdout is not None
+    url = ""
     for line in process.stdout:
-        _, found, url = line.strip().partition(" on http://")
-        if found:
+        url = line.strip().partition(" on http://")[2] or url
+        if url and line.startswith("Ready"):
             return f"http://{url}"
     raise OrcaError("orca-hf serve has not come up; what it says of it stands above.")

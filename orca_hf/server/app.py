@@ -56,7 +56,8 @@ def make_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        with engine.serving():
+        # Nothing else than requests is in this process, which write no weights.
+        with engine.serving(weights_are_fixed=True):
             task = asyncio.create_task(warming.run())
             yield
             service.stop_running()
