@@ -245,7 +245,7 @@ class FusedMLP(FusedForward):
     def product(self) -> PackedProduct | None:
         """The last product as it is now, None if the kernels cannot read its bias."""
         _, num_in, num_out = self.sizes
-        bias = self.linears[2].bias
+        bias = self.linears[2]._parameters["bias"]
         is_known = bias is None or is_readable(bias, (num_out,), self.dtype)
         return PackedProduct(self.down, bias, num_in) if is_known else None
 
@@ -304,7 +304,7 @@ class FusedAttention(FusedForward):
     def product(self) -> PackedProduct | None:
         """The output's product as it is now, None if the kernels cannot read its bias."""
         num_out, num_in = self.output_sizes
-        bias = self.linears[3].bias
+        bias = self.linears[3]._parameters["bias"]
         is_known = bias is None or is_readable(bias, (num_out,))
         return PackedProduct(self.output, bias, num_in) if is_known else None
 
@@ -364,7 +364,7 @@ class FusedAttention(FusedForward):
         if cos.stride() != sin.stride() or cos.stride(2) != 1 or num_rows != context.num_rows:
             return None
         head_norms = [norm.norm(head_dim) for norm in self.head_norms]
-        biases: list[Tensor | None] = [linear.bias for linear in self.linears[:3]]
+        biases: list[Tensor | None] = [linear._parameters["bias"] for linear in self.linears[:3]]
         # The kernel has one epsilon for both norms.
         if None in head_norms or len({norm.eps for norm in head_norms if norm is not None}) > 1:
             return None

@@ -33,7 +33,8 @@ def can_pack(module: nn.Module) -> TypeGuard[nn.Linear]:
         return False
     weight = module.weight
     return (
-        weight.device.type == "cpu"
+        "bias" in module._parameters
+        and weight.device.type == "cpu"
         and weight.dtype in _DTYPES
         and type(weight) is nn.Parameter
         and weight.is_contiguous()
@@ -64,13 +65,13 @@ def is_readable(parameter: Any, shape: tuple[int, ...], dtype: torch.dtype = tor
         is_plain(parameter, dtype)
         and parameter.shape == shape
         and parameter.is_contiguous()
-        and parameter.data_ptr() % parameter.element_size() == 0
+        and parameter.data_ptr() % dtype.itemsize == 0
     )
 
 
 def is_plain(tensor: Any, dtype: torch.dtype = torch.float32) -> TypeGuard[Tensor]:
     """Whether the kernels can read it: of that dtype on the CPU, no subclass that has ideas of its own."""
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.dtype is dtype and tensor.device.type == "cpu"
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.dtype is dtype and tensor.is_cpu
 
 
 class PackedLinear(StandIn):

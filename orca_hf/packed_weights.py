@@ -46,6 +46,7 @@ class _Source:
         return (
             weight is self.weight
             and type(self.linear) is nn.Linear
+            and "bias" in self.linear._parameters
             and weight._version == self.version
             and weight.data_ptr() == self.pointer
             and not is_changed(self.linear)

@@ -76,6 +76,11 @@ def setting(name, value):
     return edit
 
 
+def as_buffer(linear):
+    del linear.bias
+    linear.register_buffer("bias", torch.full((len(linear.weight),), 1.5))
+
+
 class Doubled(nn.Module):
     def forward(self, weight):
         return 2 * weight
@@ -160,6 +165,9 @@ EDITS = {
     "the head's bias": (LLAMA, lambda model: with_bias(1.5)(model.lm_head)),
     "a bias filled": (QWEN2, part("self_attn.v_proj")(fill)),
     "a bias filled through data": (QWEN2, part("self_attn.v_proj")(fill_data)),
+    "a bias deleted": (QWEN2, part("self_attn.v_proj")(lambda linear: delattr(linear, "bias"))),
+    "a gate's bias deleted": (LLAMA, part("mlp.gate_proj")(lambda linear: delattr(linear, "bias"))),
+    "a bias that is no parameter": (LLAMA, part("self_attn.o_proj")(as_buffer)),
     "a bias taken away": (QWEN2, part("self_attn.k_proj")(setting("bias", None))),
     "a scaling": (LLAMA, part("self_attn")(setting("scaling", 0.9))),
     "a head_dim that does not fit": (LLAMA, part("self_attn")(setting("head_dim", 6))),
