@@ -177,8 +177,10 @@ class _Reader:
         self._num_shown += len(self._text)
         begins = self._detokenizer.begins[self._num_given :]
         # The tokens of text that is held back wait for it: should a stop string take it away, they begin at its place.
-        is_all = finish_reason is not None or not self._stops.holds
-        count = len(self._tokens) if is_all else bisect_left(begins, self._num_shown)
+        # And so do those that begin a character.
+        count = bisect_left(begins, self._num_shown) if self._stops.holds else len(begins)
+        if finish_reason is not None:
+            count = len(self._tokens)
         tokens, self._tokens = self._tokens[:count], self._tokens[count:]
         entries = self._handle.logprobs[self._num_given : self._num_given + count] if self._with_logprobs else ()
         logprobs = tuple(

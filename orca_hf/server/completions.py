@@ -1,5 +1,6 @@
 """`/v1/completions` and `/v1/chat/completions`: start, then stream or collect."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,6 +105,7 @@ async def _chunks(begun: _Begun, writer: Writer) -> AsyncIterator[dict[str, Any]
 
 async def _pieces(begun: _Begun) -> AsyncIterator[Piece]:
     for piece in begun.echo:
+        await asyncio.sleep(0)  # they are all there, and must not keep the loop from other requests
         yield piece
     async for piece in begun.answers.pieces():
         yield piece

@@ -13,14 +13,21 @@ def as_json(value: Any) -> str:
 
 
 def in_pieces(value: Any, depth: int = _DEPTH) -> Iterator[str]:
-    """The same text in pieces: each call of Python's writer in C keeps all other threads from running."""
-    if not depth or not isinstance(value, dict | list) or not value:
+    """The same text in pieces: each call of Python's writer in C keeps all other threads from running.
+
+    Args:
+        value: As `as_json` takes it, or an iterator instead of a list, down to `depth`.
+        depth: Of lists and objects that are taken apart.
+    """
+    if not depth or not isinstance(value, dict | list | Iterator):
         yield as_json(value)
         return
     pairs = value.items() if isinstance(value, dict) else ((None, each) for each in value)
     start, end = "{}" if isinstance(value, dict) else "[]"
+    yield start
+    separator = ""
     for key, each in pairs:
-        yield start if key is None else f"{start}{as_json(key)}:"
+        yield separator if key is None else f"{separator}{as_json(key)}:"
         yield from in_pieces(each, depth - 1)
-        start = ","
+        separator = ","
     yield end

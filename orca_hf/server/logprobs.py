@@ -113,12 +113,16 @@ def _named(texts: TokenTexts, entry: Logprob) -> tuple[str, dict[str, float] | N
 
 
 def chat_logprobs(texts: TokenTexts, entries: Sequence[Logprob]) -> dict[str, Any]:
-    """Rows: each token with its bytes, its log-probability, and the likeliest at its place."""
-    content = []
-    for entry in entries:
-        top = [_row(texts, token, logprob) for token, logprob in entry.top]
-        content.append({**_row(texts, entry.token, entry.logprob), "top_logprobs": top})
-    return {"content": content, "refusal": None}
+    """Rows: each token with its bytes, its log-probability, and the likeliest at its place.
+
+    They are made as they are asked for: those of a long answer are more objects than are good to have at once.
+    """
+    return {"content": (_with_top(texts, entry) for entry in entries), "refusal": None}
+
+
+def _with_top(texts: TokenTexts, entry: Logprob) -> dict[str, Any]:
+    top = [_row(texts, token, logprob) for token, logprob in entry.top]
+    return {**_row(texts, entry.token, entry.logprob), "top_logprobs": top}
 
 
 def _row(texts: TokenTexts, token: int, logprob: float | None) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class _Writer(ABC):
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model_name}
 
     def whole(self, choices: Sequence[Piece], used: dict[str, int]) -> dict[str, Any]:
-        """The answers at once; each choice is joined from its pieces."""
+        """The answers at once, for `in_pieces`; each choice is joined from its pieces."""
         written = [self._choice(piece) for piece in choices]
         return {**self._head, "object": self.whole_object, "choices": written, "usage": used}
 
@@ -92,7 +92,10 @@ class ChatWriter(_Writer):
     def _delta(self, piece: Piece) -> dict[str, Any]:
         role = {} if piece.index in self._begun else {"role": "assistant"}
         self._begun.add(piece.index)
-        return {**self._common(piece), "delta": {**role, "content": piece.text}}
+        common = self._common(piece)
+        if common["logprobs"] is not None:
+            common["logprobs"]["content"] = list(common["logprobs"]["content"])
+        return {**common, "delta": {**role, "content": piece.text}}
 
     def _common(self, piece: Piece) -> dict[str, Any]:
         logprobs = chat_logprobs(self._texts, piece.logprobs) if self._with_logprobs else None

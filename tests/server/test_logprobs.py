@@ -1,5 +1,6 @@
 """Promise: what an answer says of its tokens fits its text, misleads nobody, and is written beside the event loop."""
 
+import asyncio
 import json
 import threading
 
@@ -13,7 +14,9 @@ from tokenizers_tiny import byte_level, sentencepiece
 
 import orca_hf
 from orca_hf.server import completions, json_text
+from orca_hf.server.answers import Answer, Answers
 from orca_hf.server.logprobs import Logprob, TokenTexts, completion_logprobs
+from orca_hf.server.text import Decoder
 from orca_hf.serving.logprobs import TokenLogprobs
 
 BYTES = byte_level()
@@ -84,6 +87,36 @@ def test_tokens_that_a_stop_string_takes_away_begin_where_it_does():
     assert (choice["text"], choice["finish_reason"]) == ("xa", "stop")
     assert choice["logprobs"]["tokens"] == ["x", "a", "a", "a", "b"]
     assert choice["logprobs"]["text_offset"] == [0, 1, 2, 2, 2]
+
+
+def test_log_probabilities_that_come_late_are_all_told():
+    """As those of native generate() do: here while text is there already, and the last token begins a character."""
+    tokens = BYTES("aé", add_special_tokens=False).input_ids
+
+    class Late:
+        finish_reason = "length"
+        logprobs = ()
+
+        async def __aiter__(self):
+            yield tokens[0]
+            self.logprobs = tuple(TokenLogprobs(-1.0, ()) for _ in tokens)
+            for token in tokens[1:]:
+                yield token
+
+        def cancel(self):
+            pass
+
+    async def read():
+        made = Answers(
+            [Answer(0, [], Late())], Decoder(BYTES), stops=(), with_logprobs=True, on_close=lambda closed: None
+        )
+        return [piece async for piece in made.pieces()]
+
+    pieces = asyncio.run(read())
+    assert "".join(piece.text for piece in pieces) == "aé"
+    entries = [entry for piece in pieces for entry in piece.logprobs]
+    assert [entry.token for entry in entries] == tokens
+    assert [entry.offset for entry in entries] == [0, 1, 1]
 
 
 def answer(engine, tokens):
