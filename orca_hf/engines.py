@@ -325,7 +325,15 @@ class Engine:
         if self._driver == threading.get_ident():
             self._stop_driving(modes)
         if not self.is_driven:
+            self._wake_waiters()
             self._tell_ended()
+
+    def _wake_waiters(self) -> None:
+        with self._state:
+            self._state.notify_all()
+            for generation in self._calls:
+                if generation.listener is not None:
+                    generation.listener.wake()
 
     def _stop_driving(self, modes: ThreadModes) -> None:
         let_go((self._state.lock,))
@@ -341,10 +349,6 @@ class Engine:
                 self.runner.release()
             self._is_servant = False
             self._driver = None
-            self._state.notify_all()
-            for generation in self._calls:
-                if generation.listener is not None:
-                    generation.listener.wake()
 
     def look_after_driver(self) -> None:
         """Take the wheel from a thread that left without giving it back, interrupted again and again."""
