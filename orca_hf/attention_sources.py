@@ -47,7 +47,8 @@ def _functions(modules: Iterable[nn.Module]) -> Iterator[tuple[str, str, Any]]:
     """Each function once: where it is found, how its name begins if it is the one that belongs there, and itself."""
     wanted: dict[tuple[str, str], None] = {}
     adapted: dict[type[nn.Module], None] = {}
-    for module in modules:
+    # One of each kind stands for all: every call asks.
+    for module in {(type(each), id(each.__dict__.get("config"))): each for each in modules}.values():
         kind: Any = type(module)
         config = module.__dict__.get("config")
         if isinstance(config, PretrainedConfig):
