@@ -70,6 +70,11 @@ class Clipped(LlamaMLP):
         return down_proj.clamp(-1, 1)
 
 
+class Called(LlamaMLP):
+    def __call__(self, x):
+        return -super().__call__(x)
+
+
 class Renamed(LlamaMLP):
     pass
 
@@ -93,6 +98,7 @@ SAME = [
     ("itself", LlamaRMSNorm, LlamaRMSNorm, True),
     ("a subclass that changes nothing", Renamed, LlamaMLP, True),
     ("one that calls the known forward", Scaled, LlamaRMSNorm, False),
+    ("a call of its own", Called, LlamaMLP, False),
     ("one more operation", Clipped, LlamaMLP, False),
     ("the same words with another meaning", namesake(), LlamaRMSNorm, False),
     ("something else", nn.LayerNorm, LlamaRMSNorm, False),
