@@ -142,8 +142,9 @@ class DrawnCall:
         return model.generate(**{**self.arguments, **more})
 
     def run_and_record(self, model: PreTrainedModel) -> tuple[Any, list[Any]]:
-        """The call: its result, and what the user's code has seen."""
-        return self.run(model), self.seen
+        """The call: its result, and what the user's code has seen, the prompts after the call last."""
+        result = self.run(model)
+        return result, [*self.seen, self.arguments["input_ids"].tolist()]
 
     def describe(self) -> str:
         """The arguments in one line."""

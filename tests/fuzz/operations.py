@@ -123,20 +123,25 @@ class Crowd(Operation):
     """Calls of several threads at the same time. They draw nothing: natively, too, they would draw from one another."""
 
     def run(self, world: World) -> None:
+        if world.native.training:  # dropout draws
+            return
         draw = Random(self.number)
         calls = [world.draw_call(self.number + i, may_draw=False) for i in range(draw.randrange(2, 5))]
         world.log += ["    from threads at the same time:", *(f"      {call().describe()}" for call in calls)]
         native = [outcome(lambda call=call: call().run_and_record(world.native)) for call in calls]
         threads = [_Background(lambda call=call: call().run_and_record(world.ours)) for call in calls]
-        for call, expected, thread in zip(calls, native, threads, strict=True):
+        results = [thread.result() for thread in threads]  # all of them: none is to run on into another operation
+        for call, expected, result in zip(calls, native, results, strict=True):
             # They share the default generator's state with those that seed, so its next number says nothing here.
-            world.compare(call, expected, Outcome(thread.result(), expected.next_random))
+            world.compare(call, expected, Outcome(result, expected.next_random))
 
 
 class Inside(Operation):
     """An edit from inside a processor of a running call, and the call of another thread after it."""
 
     def run(self, world: World) -> None:
+        if world.native.training:  # dropout draws
+            return
         edit, edited = Edit(self.number), Event()
         call = world.draw_call(self.number, may_draw=False)
         long = DrawnCall.plain(Random(self.number), 40)
@@ -159,8 +164,9 @@ class Inside(Operation):
         joining = _Background(lambda: call().run_and_record(world.ours))
         world.log.append(f"    then, beside it, {call().describe()}")
         expected = outcome(lambda: call().run_and_record(world.native))
-        world.compare(call, expected, Outcome(joining.result(), expected.next_random))
-        running.result()
+        result, _ = joining.result(), running.result()
+        if not world.native.training:
+            world.compare(call, expected, Outcome(result, expected.next_random))
 
 
 class Interrupt(Operation):
@@ -175,7 +181,7 @@ class Interrupt(Operation):
         if not counting.num_lines:
             return
         # Those whose own code the interrupted thread has begun to run may end with it (README, "Ctrl-C").
-        numbers = [self.number + 1 + i for i in range(draw.choice([0, 0, 2]))]
+        numbers = [self.number + 1 + i for i in range(0 if world.native.training else draw.choice([0, 0, 2]))]
         beside = [world.draw_call(number, may_draw=False, may_run_code=False) for number in numbers]
         native = [outcome(lambda each=each: each().run_and_record(world.native)) for each in beside]
         threads = [_Background(lambda each=each: each().run_and_record(world.ours)) for each in beside]
@@ -190,10 +196,11 @@ class Interrupt(Operation):
             f"    {call().describe()}, interrupted at line {lines.raise_at}, {lines.where or 'not reached'}"
         )
         world.log += [f"      beside {each().describe()}" for each in beside]
+        results = [thread.result() for thread in threads]
         if lines.where and not is_told:
             raise MismatchError("nobody is told of the interruption")
-        for each, expected, thread in zip(beside, native, threads, strict=True):
-            world.compare(each, expected, Outcome(thread.result(), expected.next_random))
+        for each, expected, result in zip(beside, native, results, strict=True):
+            world.compare(each, expected, Outcome(result, expected.next_random))
 
 
 class Rewrap(Operation):
