@@ -5,6 +5,7 @@ module's own projections, exactly as that forward does, and hands them to `atten
 so that no modeling file is imported for it; a subclass may compute something else, and is not known.
 """
 
+import math
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -88,6 +89,20 @@ def _table(context: AttentionContext, name: tuple[Any, ...], make: Callable[[], 
     return found
 
 
+def _made_of(context: AttentionContext, source: Tensor, make: Callable[[], Tensor]) -> Tensor:
+    """A tensor that the layers share, made of another that they are given."""
+    assert context.tables is not None, "adapters run in iterations that were given tables"
+    before = context.tables.get("made of it")
+    if context.tables.get("source") is not source:
+        now = make()
+        # The very same tensor while its numbers are the same: kernels know what they have made of it by its address.
+        if before is None or before.shape != now.shape or not torch.equal(before, now):
+            before = now
+        context.tables |= {"source": source, "made of it": before}
+    assert before is not None
+    return before
+
+
 def _slopes(module: Any, context: AttentionContext, device: torch.device) -> Tensor:
     """(num_heads,) float32: the ALiBi slopes of bloom and falcon, from the function that the model takes them from."""
 
@@ -114,6 +129,7 @@ def _bloom(
         # Its scores, slope * j included, are in that dtype: at 900 tokens, 1.9 of difference to a logit in bfloat16.
         raise UnsupportedError("natively its position bias is rounded in half precision, the more the longer a row is")
     query, key, value = module._reshape(module.query_key_value(hidden_states))
+    slopes = _slopes(module, context, query.device)
     output = attend(
         context,
         module,
@@ -122,7 +138,7 @@ def _bloom(
         value,
         scaling=module.inv_norm_factor,
         dropout=module.attention_dropout.p if module.training else 0.0,
-        alibi_slopes=_slopes(module, context, query.device),
+        alibi_slopes=slopes if module.beta == 1 else slopes * module.beta,
         others=kwargs,
     )
     output = module.dense(output.flatten(2))
@@ -145,7 +161,7 @@ def _mpt(
     if position_bias is not None:
         # slope * (j - p) for the last query: its last key but one is one token away.
         bias: Tensor = position_bias
-        slopes = _table(context, ("mpt", module.n_heads, bias.device), lambda: -bias[:, 0, -2])
+        slopes = _made_of(context, bias, lambda: -bias[:, 0, -2])
     output = attend(
         context,
         module,
@@ -179,6 +195,7 @@ def _falcon(
     else:
         query, key, value = module._split_heads(fused)
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    scaling = 1.0 / math.sqrt(dim)
     if alibi is None:
         cos, sin = position_embeddings  # type: ignore[misc]
         rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
@@ -186,29 +203,34 @@ def _falcon(
         dropout = 0.0  # natively there is none either, not even in training
     else:
         assert position_ids is not None
-        bias = _falcon_bias(module, context, position_ids, key.dtype)
+        # Of the mask, to which natively the model has added it; eager adds it to the scores as well.
+        config = module.config
+        times = 1.0 / math.sqrt(config.hidden_size // config.num_attention_heads)
+        if user_implementation(config) == "sdpa":
+            times /= scaling
+        else:
+            scaling = module.inv_norm_factor
+            times = 1 + times / scaling
+        bias = _falcon_bias(module, context, position_ids, key.dtype) * times
         groups = heads // key.shape[1]
         key = torch.cat((key.repeat_interleave(groups, dim=1), bias), dim=-1)
         # As wide as K: on the CPU, attention is faster so, and keeps its scores in fp32.
         value = nn.functional.pad(value.repeat_interleave(groups, dim=1), (0, 1))
         query = nn.functional.pad(query, (0, 1), value=1.0)
         dropout = module.attention_dropout.p if module.training else 0.0
-    output = attend(context, module, query, key, value, scaling=module.inv_norm_factor, dropout=dropout, others=kwargs)
+    output = attend(context, module, query, key, value, scaling=scaling, dropout=dropout, others=kwargs)
     return module.dense(output[..., :dim].flatten(2)), None
 
 
 def _falcon_bias(module: Any, context: AttentionContext, position_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """What falcon's ALiBi adds to the score of each key: (1, num_heads, total_q, 1), before the scaling.
+    """Falcon's ALiBi of each key: (1, num_heads, total_q, 1).
 
     Natively slope * j is rounded to bfloat16 whatever the model's dtype, by up to 0.4%: far from position 0 that is
     more than the step from one key to the next. So the bias cannot be had from slopes and j - p. It is a number that a
     key has, and goes with it: as one more dimension of K, in which each query has a 1.
     """
     slopes = _slopes(module, context, position_ids.device).bfloat16()
-    bias = (slopes[:, None] * position_ids).to(dtype)
-    if user_implementation(module.config) != "sdpa":
-        bias = bias * 2  # eager adds it to the scores, and once more with the mask
-    return bias[None, :, :, None]
+    return (slopes[:, None] * position_ids).to(dtype)[None, :, :, None]
 
 
 def _falcon_kv(module: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -392,3 +392,54 @@ def test_a_module_outside_an_iteration_runs_its_own_forward():
         ours = stand_in(hidden, hidden, alibi=alibi, attention_mask=None)
     assert torch.equal(ours[0], expected[0])
     assert torch.equal(ours[1], expected[1])
+
+
+NUMBERS = {
+    "falcon:alibi": ["inv_norm_factor", "beta"],
+    "falcon:alibi_grouped": ["inv_norm_factor", "beta"],
+    "falcon:grouped": ["inv_norm_factor"],
+    "bloom": ["inv_norm_factor", "beta"],
+    "mpt": ["softmax_scale"],
+    "mpt:options": ["clip_qkv", "softmax_scale"],
+    "xglm": ["scaling"],
+    "gpt_neox_japanese": ["norm_factor"],
+}
+
+
+@pytest.mark.parametrize("when", ["before the first call", "after it"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_the_numbers_of_a_module_are_those_of_now(name, implementation, when):
+    for number in NUMBERS[name]:
+        plain, model = make_model(name), make_model(name)
+        for each in (plain, model):
+            if name.startswith("falcon"):
+                each.config._attn_implementation = implementation
+        orca_hf.wrap(model, SMALL)
+        if when == "after it":
+            model.generate(**BATCH)
+        changed = 0
+        for each in (plain, model):
+            for module in each.modules():
+                if number in module.__dict__:
+                    setattr(module, number, getattr(module, number) * 0.5)
+                    changed += 1
+        assert changed
+        assert torch.equal(model.generate(**BATCH), plain.generate(**BATCH)), number
+        assert orca_hf.explain(model).runs_by == "orca"
+
+
+def test_slopes_follow_the_bias_that_a_model_makes(monkeypatch):
+    """As when its number of heads' largest bias is another: what was made of the former is not kept."""
+    plain, model = make_model("mpt"), orca_hf.wrap(make_model("mpt"), SMALL)
+    before = model.generate(**BATCH)
+    build = type(model.transformer).build_mpt_alibi_tensor
+
+    def steeper(self, num_heads, sequence_length, alibi_bias_max=8, device=None):
+        return build(self, num_heads, sequence_length, 2, device)
+
+    monkeypatch.setattr(type(model.transformer), "build_mpt_alibi_tensor", steeper)
+    expected = plain.generate(**BATCH)
+    assert not torch.equal(expected, before)
+    assert torch.equal(model.generate(**BATCH), expected)
+    assert orca_hf.explain(model).runs_by == "orca", "it is vouched for"
