@@ -13,7 +13,7 @@ test: $(VENV)/installed
 
 # What computes tokens, once more as it runs where there is no C++ compiler.
 WITHOUT_COMPILER := $(addprefix tests/,test_generate.py test_architectures.py test_adapters.py test_packed_linear.py \
-	test_fused_forwards.py test_deterministic.py test_speculation.py)
+	test_fused_forwards.py test_deterministic.py test_speculation.py test_fuzz.py)
 test-without-compiler: $(VENV)/installed
 	ORCA_HF_COMPILE=0 $(BIN)/python -m pytest -n 2 $(WITHOUT_COMPILER) $(PYTEST_ARGS)
 

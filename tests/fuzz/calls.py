@@ -119,6 +119,7 @@ class DrawnCall:
     arguments: dict[str, Any]
     said: list[str]
     seen: list[Any] = field(default_factory=list)
+    writes: bool = False  # whether code of the user's writes into the tokens that it is shown
 
     @property
     def width(self) -> int:
@@ -144,7 +145,9 @@ class DrawnCall:
     def run_and_record(self, model: PreTrainedModel) -> tuple[Any, list[Any]]:
         """The call: its result, and what the user's code has seen, the prompts after the call last."""
         result = self.run(model)
-        return result, [*self.seen, self.arguments["input_ids"].tolist()]
+        # Natively what a processor writes at the first step goes into the caller's own tensor; by Orca into a copy.
+        prompts = None if self.writes else self.arguments["input_ids"].tolist()
+        return result, [*self.seen, prompts]
 
     def describe(self) -> str:
         """The arguments in one line."""
@@ -199,6 +202,7 @@ class DrawnCall:
             name = draw.choice(sorted(PROCESSORS if may_draw else PROCESSORS.keys() - DRAWING))
             options["logits_processor"] = [Processor(call.seen, PROCESSORS[name])]
             call.said.append(f"a processor that {name}")
+            call.writes = name == "writes tokens"
         if draw.random() < 0.2:
             name = draw.choice(sorted(CRITERIA))
             options["stopping_criteria"] = [Criterion(call.seen, CRITERIA[name])]
