@@ -89,20 +89,6 @@ def _table(context: AttentionContext, name: tuple[Any, ...], make: Callable[[], 
     return found
 
 
-def _made_of(context: AttentionContext, source: Tensor, make: Callable[[], Tensor]) -> Tensor:
-    """A tensor that the layers share, made of another that they are given."""
-    assert context.tables is not None, "adapters run in iterations that were given tables"
-    before = context.tables.get("made of it")
-    if context.tables.get("source") is not source:
-        now = make()
-        # The very same tensor while its numbers are the same: kernels know what they have made of it by its address.
-        if before is None or before.shape != now.shape or not torch.equal(before, now):
-            before = now
-        context.tables |= {"source": source, "made of it": before}
-    assert before is not None
-    return before
-
-
 def _slopes(module: Any, context: AttentionContext, device: torch.device) -> Tensor:
     """(num_heads,) float32: the ALiBi slopes of bloom and falcon, from the function that the model takes them from."""
 
@@ -161,7 +147,7 @@ def _mpt(
     if position_bias is not None:
         # slope * (j - p) for the last query: its last key but one is one token away.
         bias: Tensor = position_bias
-        slopes = _made_of(context, bias, lambda: -bias[:, 0, -2])
+        slopes = _table(context, ("mpt", module.n_heads, bias.device), lambda: -bias[:, 0, -2])
     output = attend(
         context,
         module,

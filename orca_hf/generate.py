@@ -36,7 +36,7 @@ from orca_hf.model_eligibility import (
     quantization_reasons,
     training_reasons,
 )
-from orca_hf.patches import all_modules, undo_patches
+from orca_hf.patches import all_modules, model_lock, undo_patches
 from orca_hf.prepared_call import PreparedCall, max_length_of
 from orca_hf.runner import ModelRunner, model_structure
 from orca_hf.sampling import Streamer
@@ -71,7 +71,8 @@ class OrcaGenerate:
         # An engine for each autocast the model is called under: K/V made under different ones must not meet.
         self._engines: dict[Any, Engine] = {}
         self._unsupported: dict[Any, tuple[Any, str]] = {}  # the structure that could not be run, and why
-        self._lock = threading.RLock()  # guards the two
+        self._lock = threading.RLock()  # guards the two; held for a trial
+        self._counting = threading.RLock()  # guards what native calls write, which may come in the middle of a forward
         self._known = KnownCode(self.config.trust_modules)
         self._logged: set[str] = set()
         self.work = Work()
@@ -119,7 +120,7 @@ class OrcaGenerate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """generate() of the wrapped model: same arguments, same result, same errors."""
-        return outermost(lambda: self._call(args, kwargs), (self._lock, *random_state.LOCKS))
+        return outermost(lambda: self._call(args, kwargs), (self._lock, self._counting, *random_state.LOCKS))
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_inside():
@@ -291,7 +292,7 @@ class OrcaGenerate:
         ]
 
     def _log_native(self, reasons: list[str]) -> None:
-        with self._lock:
+        with self._counting:
             self.num_native += 1
         for reason in reasons:
             if reason not in self._logged:
@@ -302,9 +303,16 @@ class OrcaGenerate:
         autocast = autocast_state(self.model)
         if self._is_inside():
             return None, [_INSIDE]
+        stale = self._engines.get(autocast)
+        if stale is not None:
+            if stale.runner.is_stale(modules):
+                with model_lock(self.model):  # in the middle of another thread's forward, weights may be on their way
+                    modules = all_modules(self.model)
+            if not stale.runner.is_stale(modules):
+                stale = None
         with self._lock:
             engine = self._engines.get(autocast)
-            if engine is not None and engine.runner.is_stale(modules):
+            if engine is stale:
                 engine = None  # whoever still runs on it holds it; its memory goes when they are done
             if engine is not None:
                 return engine, []

@@ -427,19 +427,3 @@ def test_the_numbers_of_a_module_are_those_of_now(name, implementation, when):
         assert changed
         assert torch.equal(model.generate(**BATCH), plain.generate(**BATCH)), number
         assert orca_hf.explain(model).runs_by == "orca"
-
-
-def test_slopes_follow_the_bias_that_a_model_makes(monkeypatch):
-    """As when its number of heads' largest bias is another: what was made of the former is not kept."""
-    plain, model = make_model("mpt"), orca_hf.wrap(make_model("mpt"), SMALL)
-    before = model.generate(**BATCH)
-    build = type(model.transformer).build_mpt_alibi_tensor
-
-    def steeper(self, num_heads, sequence_length, alibi_bias_max=8, device=None):
-        return build(self, num_heads, sequence_length, 2, device)
-
-    monkeypatch.setattr(type(model.transformer), "build_mpt_alibi_tensor", steeper)
-    expected = plain.generate(**BATCH)
-    assert not torch.equal(expected, before)
-    assert torch.equal(model.generate(**BATCH), expected)
-    assert orca_hf.explain(model).runs_by == "orca", "it is vouched for"

@@ -81,7 +81,7 @@ def test_a_model_that_differs_from_its_native_forward_goes_native(monkeypatch, c
     monkeypatch.setattr(attention, "forward", odd)
     batch = pad_left(PROMPTS)
     native = model.generate(**batch, max_new_tokens=4, do_sample=False)
-    orca_hf.wrap(model)
+    orca_hf.wrap(model, OrcaConfig(trust_modules=(__name__,)))
     assert torch.equal(model.generate(**batch, max_new_tokens=4, do_sample=False), native)
     assert "differ from the native forward" in str(orca_hf.explain(model))
     assert "differ from the native forward" in caplog.text

@@ -5,6 +5,7 @@ captured buffers would give another iteration's tokens.
 """
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -264,7 +265,7 @@ def test_a_model_that_waits_for_the_device_cannot_be_captured(graphs, monkeypatc
         assert hidden.sum().item() < 1e9
         return forward(self, hidden)
 
-    model = orca_hf.wrap(make_model(), CONFIG)
+    model = orca_hf.wrap(make_model(), replace(CONFIG, trust_modules=(__name__,)))
     monkeypatch.setattr(model_class, "forward", waits)
     batch = pad_left(PROMPTS)
     assert torch.equal(model.generate(**batch, max_new_tokens=9), make_model().generate(**batch, max_new_tokens=9))

@@ -136,7 +136,7 @@ def test_a_model_that_cannot_be_made_deterministic_goes_native(name, monkeypatch
     mlp = type(model.model.layers[0].mlp)
     plain = mlp.forward
     monkeypatch.setattr(mlp, "forward", lambda self, hidden: change(plain(self, hidden)))
-    orca_hf.wrap(model, OrcaConfig(deterministic=True))
+    orca_hf.wrap(model, OrcaConfig(deterministic=True, trust_modules=(__name__,)))
     assert reason in str(orca_hf.explain(model))
-    orca_hf.wrap(model, OrcaConfig())
+    orca_hf.wrap(model, OrcaConfig(trust_modules=(__name__,)))
     assert orca_hf.explain(model).runs_by == "orca", "without the setting nobody minds"
