@@ -145,6 +145,8 @@ class Inside(Operation):
         edit, edited = Edit(self.number), Event()
         call = world.draw_call(self.number, may_draw=False)
         long = DrawnCall.plain(Random(self.number), 40)
+        if isinstance(outcome(lambda: long.run(world.native)).result, Exception):
+            return  # experts in float64, for instance
         world.log.append(f"    while {long.describe()} runs:")
 
         class Edits(LogitsProcessor):
