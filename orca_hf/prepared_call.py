@@ -56,7 +56,7 @@ class PreparedCall:
         self.has_tokens = False
 
     def reasons(self, has_streamer: bool) -> list[str]:
-        """Why it cannot run for want of memory.
+        """Why it cannot run: for want of memory, or for what its own code may do to tokens that have been computed.
 
         Raises:
             TokenIdError: A row has a token that the model has no embedding for.
@@ -64,6 +64,8 @@ class PreparedCall:
         """
         _check_token_ids(self.input_ids, self.engine.runner.vocab_size)
         max_new_tokens = self.options.max_new_tokens(self.input_ids.shape[1])
+        if self.generation_config.use_cache is False and self._has_users_code:
+            return ["without a cache, tokens that code of your own may have changed are computed again"]
         self.fits = self.engine.fits_at_once([len(prompt) for prompt in self.prompts], max_new_tokens)
         if self.fits or not self.options.must_lockstep(len(self.prompts), has_streamer):
             return []
@@ -74,7 +76,6 @@ class PreparedCall:
         num_rows = len(self.prompts)
         lockstep = self.options.must_lockstep(num_rows, streamer is not None)
         lockstep |= self.fits and self.options.wants_lockstep(num_rows)
-        has_foreign_code = not all(map(self._known.is_known, (*self.options.processors, *self.options.criteria)))
         has_foreign_streamer = streamer is not None and not self._known.is_known(streamer)
         return Generation(
             self.input_ids,
@@ -84,8 +85,12 @@ class PreparedCall:
             lockstep=lockstep,
             seed=seed,
             has_foreign_streamer=has_foreign_streamer,
-            runs_users_code=has_foreign_streamer or has_foreign_code,
+            runs_users_code=has_foreign_streamer or self._has_users_code,
         )
+
+    @property
+    def _has_users_code(self) -> bool:
+        return not all(map(self._known.is_known, (*self.options.processors, *self.options.criteria)))
 
     def run(self, streamer: Streamer | None) -> Tensor | GenerateDecoderOnlyOutput:
         """Serve it to its end, and return what generate() returns.

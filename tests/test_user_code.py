@@ -315,3 +315,22 @@ def test_noise_in_training_leaves_random_numbers_as_natively():
         torch.manual_seed(4)
         results.append((model.generate(**made(2)), torch.rand(1)))
     assert_same(*results)
+
+
+def rewrite_first(input_ids, scores):
+    input_ids[:, 0] = input_ids[:, -1]
+    return scores
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("place", ["processor", "criterion"])
+def test_code_that_changes_earlier_tokens_acts_as_natively_with_and_without_a_cache(twins, place, use_cache):
+    def call(model):
+        if place == "processor":
+            options = {"logits_processor": LogitsProcessorList([rewrite_first])}
+        else:
+            judge = RecordingCriterion(lambda ids: rewrite_first(ids, torch.zeros(len(ids), dtype=torch.bool)))
+            options = {"stopping_criteria": StoppingCriteriaList([judge])}
+        return model.generate(**made(3, use_cache=use_cache, **options))
+
+    assert_same_outcome(twins, call)
