@@ -132,11 +132,10 @@ class DrawnCall:
         mask = self.arguments.get("attention_mask")
         return torch.ones_like(self.arguments["input_ids"]) if mask is None else mask
 
-    @property
-    def ends(self) -> frozenset[int]:
-        """The tokens that end a row."""
-        ends = self.arguments.get("eos_token_id", [])
-        return frozenset(ends if isinstance(ends, list) else [ends])
+    def ends(self, model: PreTrainedModel) -> frozenset[int]:
+        """The tokens that end a row of `model`'s."""
+        ends = self.arguments.get("eos_token_id", model.generation_config.eos_token_id)
+        return frozenset([] if ends is None else ends if isinstance(ends, list) else [ends])
 
     def run(self, model: PreTrainedModel, **more: Any) -> Any:
         """The call: its result."""

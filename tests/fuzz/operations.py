@@ -62,10 +62,11 @@ class Turn(Operation):
         outcomes = []
         for model, (tokens, cache) in zip(world.twins, (native, ours), strict=True):
             ids = torch.cat([tokens, torch.tensor([asked] * len(tokens), dtype=tokens.dtype)], dim=1)
-            call = DrawnCall({"input_ids": ids, CACHE_FIELD: cache, "max_new_tokens": 4, "do_sample": False}, [])
+            whole = DrawnCall({"input_ids": ids, "max_new_tokens": 4, "do_sample": False}, [])
+            call = DrawnCall({**whole.arguments, CACHE_FIELD: cache}, [])
             outcomes.append(outcome(lambda call=call, model=model: call.run_and_record(model)))
         if world.is_exact:
-            world.compare(lambda: call, *outcomes)
+            world.compare(lambda: whole, *outcomes)
 
 
 class Edit(Operation):

@@ -169,7 +169,7 @@ class World:
             raise MismatchError(f"natively a {type(native)}, by Orca a {type(ours)}")
         tokens = tokens_of(ours, call)
         assert tokens is not None
-        ends = call.ends
+        ends = call.ends(self.native)
         with torch.no_grad():
             mask = torch.cat([call.mask, torch.ones_like(tokens[:, call.width :])], dim=1)
             given = {"input_ids": tokens, "attention_mask": mask, "position_ids": (mask.cumsum(dim=1) - 1).clamp_min(0)}
