@@ -130,7 +130,7 @@ class ModelRunner:
     @property
     def has_cheap_rows(self) -> bool:
         """Whether a few more rows in an iteration of few cost next to nothing: where products read packed weights."""
-        return self._is_verified and bool(self.packed.forwards) and self.graphs is None
+        return bool(self.packed.forwards) and self.graphs is None
 
     @property
     def locks(self) -> "tuple[Lock, ...]":
