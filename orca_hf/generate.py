@@ -304,12 +304,13 @@ class OrcaGenerate:
         if self._is_inside():
             return None, [_INSIDE]
         stale = self._engines.get(autocast)
-        if stale is not None:
-            if stale.runner.is_stale(modules):
-                with model_lock(self.model):  # in the middle of another thread's forward, weights may be on their way
-                    modules = all_modules(self.model)
+        if stale is not None and stale.runner.is_stale(modules):
+            with model_lock(self.model):  # in the middle of another thread's forward, weights may be on their way
+                modules = all_modules(self.model)
             if not stale.runner.is_stale(modules):
                 stale = None
+        else:
+            stale = None
         with self._lock:
             engine = self._engines.get(autocast)
             if engine is stale:

@@ -11,6 +11,7 @@ from functools import partial
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -49,6 +50,7 @@ _LIBRARIES = frozenset({
     "triton",
 }) | sys.stdlib_module_names  # fmt: skip
 _FUNCTIONS = (FunctionType, MethodType, partial)
+_KINDS = frozenset(_FUNCTIONS)
 # What every module inherits, and no forward asks for but for these names.
 _BASES = frozenset({object, nn.Module, *PreTrainedModel.__mro__})
 _CALLING = ("__call__", "_call_impl", "_wrapped_call_impl", "forward")
@@ -63,6 +65,7 @@ class KnownCode:
 
     def __init__(self, trusted: Collection[str] = ()) -> None:
         self._trusted = tuple(trusted)
+        self._known_functions: WeakSet[FunctionType] = WeakSet()
         self._verdicts: dict[type, tuple[list[Any], str | None]] = {}
 
     def is_known(self, thing: Any) -> bool:
@@ -93,9 +96,11 @@ class KnownCode:
         kinds = set()
         for place, module in enumerate(modules):
             kinds.add(type(module))
+            if _KINDS.isdisjoint(map(type, module.__dict__.values())):
+                continue  # nearly all, and every call asks
             for name, value in module.__dict__.items():
                 # What hangs on the model itself, its modules do not know.
-                if type(value) in _FUNCTIONS and (place or hasattr(type(module), name)) and not self.is_known(value):
+                if type(value) in _KINDS and (place or hasattr(type(module), name)) and not self.is_known(value):
                     return f"the {name} of a {type(module).__name__}"
         for kind in kinds:
             if (unknown := self.unknown_class(kind)) is not None:
@@ -105,8 +110,10 @@ class KnownCode:
         files = {file for file in files if file.partition(".")[0] in _LIBRARIES}
         for file in files:
             for name, value in list(vars(sys.modules.get(file, torch.nn.functional)).items()):
-                if type(value) is FunctionType and not self.is_known(value):
-                    return f"{file.rpartition('.')[2]}.{name}"
+                if type(value) is FunctionType and value not in self._known_functions:
+                    if not self.is_known(value):
+                        return f"{file.rpartition('.')[2]}.{name}"
+                    self._known_functions.add(value)
         return None
 
     def _is_known_member(self, value: Any) -> bool:
