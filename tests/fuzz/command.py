@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import faulthandler
 import logging
 import multiprocessing
 import sys
@@ -29,6 +30,15 @@ def _start() -> None:
     warnings.simplefilter("ignore")
 
 
+def _run(case: Case) -> Report:
+    """Run a case; where all threads stand is printed if it takes so long that it will be given up."""
+    faulthandler.dump_traceback_later(_PATIENCE_S - 10)
+    try:
+        return run_case(case)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
 class Workers:
     """One process after the other; a new one where the last has died, or hangs."""
 
@@ -41,7 +51,7 @@ class Workers:
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(1, context, initializer=_start)
         try:
-            report = self._pool.submit(run_case, case).result(timeout=_PATIENCE_S)
+            report = self._pool.submit(_run, case).result(timeout=_PATIENCE_S)
         except BrokenProcessPool:
             report = Report(case, "the process died", f"python -m tests.fuzz --seed {case.seed}\n  {case}", hangs=True)
         except concurrent.futures.TimeoutError:

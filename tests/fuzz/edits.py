@@ -107,6 +107,8 @@ def load_state(model: PreTrainedModel, draw: Random) -> Done:
 def tie(model: PreTrainedModel, draw: Random) -> Done:
     """The head gets the embedding's weight, or one of its own."""
     head = model.get_output_embeddings()
+    if "weight" not in head._parameters:  # an adapter's
+        raise NothingToEditError
     if draw.random() < 0.5:
         head.weight = model.get_input_embeddings().weight
         return "the head is tied to the embedding", None
