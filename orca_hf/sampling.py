@@ -171,6 +171,7 @@ class Generation:
         Returns:
             Them.
         """
+        self._held.clear()  # all rows come to their logits again
         unfinished = []
         for request in self.requests:
             ended = self.error is not None or self._has_ended(request)
