@@ -163,9 +163,7 @@ class DrawnCall:
         return cls({**_padded(draw, may_pad=may_pad), "max_new_tokens": num_tokens, "do_sample": False}, [])
 
     @classmethod
-    def draw(
-        cls, draw: Random, *, is_exact: bool, may_draw: bool, may_run_code: bool, has_words: bool, may_pad: bool
-    ) -> DrawnCall:
+    def draw(cls, draw: Random, *, is_exact: bool, may_draw: bool, has_words: bool, may_pad: bool) -> DrawnCall:
         """A random call.
 
         Args:
@@ -173,12 +171,11 @@ class DrawnCall:
             is_exact: Whether tokens will be compared one by one. If not, only options whose tokens can be judged by
                 the model's logits alone are drawn.
             may_draw: Whether it may use random numbers.
-            may_run_code: Whether it may have processors, criteria and streamers of the user's.
             has_words: Whether every token is one of the tiny tokenizer's.
             may_pad: Whether rows may be of different lengths.
         """
         call = cls.plain(draw, draw.choice([1, 3, 8, 12, 20, 40]), may_pad=may_pad)
-        if is_exact and may_pad and may_run_code and draw.random() < 0.3:
+        if is_exact and may_pad and draw.random() < 0.3:
             return cls._of_many_options(draw, may_draw=may_draw)
         options = call.arguments
         if draw.random() < 0.4:
@@ -195,8 +192,6 @@ class DrawnCall:
             options["repetition_penalty"] = draw.choice([0.8, 1.3])
         if has_words and draw.random() < 0.1:
             options.update(stop_strings=draw.sample(["ok", "x", "st", "no", "漢"], 2), tokenizer=TOKENIZER)
-        if not may_run_code:
-            return call
         if draw.random() < 0.25:
             name = draw.choice(sorted(PROCESSORS if may_draw else PROCESSORS.keys() - DRAWING))
             options["logits_processor"] = [Processor(call.seen, PROCESSORS[name])]

@@ -145,8 +145,9 @@ class Inside(Operation):
             return
         edit, edited = Edit(self.number), Event()
         call = world.draw_call(self.number, may_draw=False)
-        long = DrawnCall.plain(Random(self.number), 40)
-        if isinstance(outcome(lambda: long.run(world.native)).result, Exception):
+        make_long = world.plain_call(self.number, 40)
+        long = make_long()
+        if isinstance(outcome(lambda: make_long().run(world.native)).result, Exception):
             return  # experts in float64, for instance
         world.log.append(f"    while {long.describe()} runs:")
 
@@ -183,9 +184,9 @@ class Interrupt(Operation):
             outcome(lambda: call().run_and_record(world.ours), self.number)
         if not counting.num_lines:
             return
-        # Those whose own code the interrupted thread has begun to run may end with it (README, "Ctrl-C").
+        # Of others' calls only plain greedy ones are sure to go on (README, "Ctrl-C").
         numbers = [self.number + 1 + i for i in range(0 if world.native.training else draw.choice([0, 0, 2]))]
-        beside = [world.draw_call(number, may_draw=False, may_run_code=False) for number in numbers]
+        beside = [world.plain_call(number, 20) for number in numbers]
         native = [outcome(lambda each=each: each().run_and_record(world.native)) for each in beside]
         threads = [_Background(lambda each=each: each().run_and_record(world.ours)) for each in beside]
         lines = Lines(raise_at=draw.randrange(counting.num_lines) + 1)
