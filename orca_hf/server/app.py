@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from orca_hf import __version__
 from orca_hf.server.bodies import describe, takes
 from orca_hf.server.completions import chat_completion, completion
-from orca_hf.server.errors import ApiError, add_error_handlers, as_api_error, error_response
+from orca_hf.server.errors import ApiError, add_error_handlers, as_api_error, error_response, shutting_down
 from orca_hf.server.limits import Guard
 from orca_hf.server.metrics import Metrics
 from orca_hf.server.page import StatusPage, as_json
@@ -181,8 +181,7 @@ class _Outermost:
             if has_begun or not self._service.limits.closing:
                 raise
             # The server ends the tasks that outlast its grace; what they prepared nobody will run.
-            error = ApiError(503, "The server is shutting down.", code="shutting_down")
-            await error_response(error)(scope, receive, counted)
+            await error_response(shutting_down())(scope, receive, counted)
         except Exception as error:
             if has_begun:
                 raise

@@ -51,6 +51,16 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
+def shutting_down() -> ApiError:
+    """For what comes, or is not done, while the server ends."""
+    return ApiError(503, "The server is shutting down.", code="shutting_down")
+
+
+def shortened(text: str, length: int) -> str:
+    """The beginning of a text that may quote all that a client has sent."""
+    return text if len(text) <= length else text[:length] + "..."
+
+
 def error_body(error: HTTPException) -> dict[str, Any]:
     """The JSON that tells a client of `error`."""
     message = str(error.detail).encode(errors="replace").decode()  # it may quote what is no text

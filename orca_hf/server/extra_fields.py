@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from orca_hf.server.errors import bad_request
+from orca_hf.server.errors import bad_request, shortened
 from orca_hf.server.protocol import Fields
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class ExtraFields:
 def _extras(fields: Fields, place: str = "") -> Iterator[tuple[str, str, Any, str]]:
     """Place, name and value of each field that is not served, and the name of the class that does not have it."""
     for name, value in (fields.model_extra or {}).items():
-        shown = name if len(name) <= _MAX_LENGTH else name[:_MAX_LENGTH] + "..."
+        shown = shortened(name, _MAX_LENGTH)
         yield place + shown, shown, value, type(fields).__name__
     for name in fields.model_fields_set.intersection(type(fields).model_fields):
         value = getattr(fields, name)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from orca_hf.server.errors import ApiError, error_response
+from orca_hf.server.errors import ApiError, error_response, shutting_down
 from orca_hf.server.keys import check_api_keys
 
 # For whoever watches over the process, and has no key; and the page that asks for one, and holds nothing.
@@ -60,7 +60,7 @@ class Limits:
             ApiError: It is too much at once, now or ever, or the server is shutting down.
         """
         if self.closing:
-            raise ApiError(503, "The server is shutting down.", code="shutting_down")
+            raise shutting_down()
         if self._by_client[client] >= self.max_per_client:
             message = f"You have {self.max_per_client} requests open, which is the limit. Wait for one to end."
             raise ApiError(429, message, code="rate_limit_exceeded", headers=_LATER)

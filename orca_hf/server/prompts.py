@@ -5,7 +5,7 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from orca_hf.server.errors import ApiError, bad_request
+from orca_hf.server.errors import ApiError, bad_request, shortened
 from orca_hf.server.plain_text import PlainText
 from orca_hf.server.protocol import CompletionRequest, Message
 
@@ -116,7 +116,7 @@ def completion_prompts(request: CompletionRequest) -> list[tuple[str | list[int]
 def _refused(error: Exception) -> ApiError:
     # Of other errors it matters too what they are: a KeyError says nothing but the key.
     words = str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
-    shown = words if len(words) <= _MAX_WORDS else words[:_MAX_WORDS] + "..."
+    shown = shortened(words, _MAX_WORDS)
     return bad_request(f"The model's chat template refuses these messages: {shown}", "messages")
 
 

@@ -11,7 +11,7 @@ from orca_hf.errors import StoppedError
 from orca_hf.runner import input_device
 from orca_hf.server.answers import Answer, Answers
 from orca_hf.server.bodies import parse
-from orca_hf.server.errors import ApiError, bad_request
+from orca_hf.server.errors import ApiError, bad_request, shutting_down
 from orca_hf.server.extra_fields import ExtraFields
 from orca_hf.server.lanes import Lane
 from orca_hf.server.limits import Limits, Ticket
@@ -184,9 +184,9 @@ class Service:
     def stop_running(self) -> None:
         """Ends all requests that are still open, telling their clients why."""
         for lane in self._lanes.values():
-            lane.fail(_shutting_down())
+            lane.fail(shutting_down())
         for answers in list(self._running):
-            answers.fail(_shutting_down())
+            answers.fail(shutting_down())
 
     def close(self) -> None:
         """Ends the threads; the engine is its owner's."""
@@ -236,10 +236,6 @@ class Service:
         for answer in answers.answers:
             if answer.handle is not None and answer.ended is not None:
                 self.metrics.ended(answer.handle.timings, answer.ended, answer.num_tokens)
-
-
-def _shutting_down() -> ApiError:
-    return ApiError(503, "The server is shutting down.", code="shutting_down")
 
 
 def _eos_token_ids(model: PreTrainedModel) -> list[int]:

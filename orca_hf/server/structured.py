@@ -9,7 +9,7 @@ import torch
 from torch import FloatTensor, LongTensor, Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
-from orca_hf.server.errors import ApiError, bad_request
+from orca_hf.server.errors import ApiError, bad_request, shortened
 from orca_hf.server.protocol import ResponseFormat
 
 _FIELD = "response_format"
@@ -121,8 +121,7 @@ def _schema(wanted: ResponseFormat) -> dict[str, Any]:
 
 def _cannot_be_followed(why: str) -> ApiError:
     first = why.partition("\n")[0]  # its own stack may follow
-    shown = first if len(first) <= _MAX_WORDS else first[:_MAX_WORDS] + "..."
-    return bad_request(f"The schema cannot be followed: {shown}", _FIELD)
+    return bad_request(f"The schema cannot be followed: {shortened(first, _MAX_WORDS)}", _FIELD)
 
 
 class GrammarProcessor(LogitsProcessor):
