@@ -245,9 +245,7 @@ class FusedMLP(FusedForward):
     def product(self) -> PackedProduct | None:
         """The last product as it is now, None if the kernels cannot read its bias."""
         _, num_in, num_out = self.sizes
-        bias = self.linears[2]._parameters["bias"]
-        is_known = bias is None or is_readable(bias, (num_out,), self.dtype)
-        return PackedProduct(self.down, bias, num_in) if is_known else None
+        return _product(self.linears[2], self.down, (num_out, num_in), self.dtype)
 
     def compute(self, x: Tensor) -> Tensor | None:
         """(..., size) to (..., size), in the weights' dtype."""
@@ -297,16 +295,13 @@ class FusedAttention(FusedForward):
         *qkv, output = (linear.weight for linear in self.linears)
         self.sizes = tuple(len(weight) for weight in qkv)
         self.num_in = qkv[0].shape[1]
-        self.output_sizes = tuple(output.shape)
+        self.output_sizes = (output.shape[0], output.shape[1])
         self.qkv = self.library.pack(torch.cat(qkv))
         self.output = self.library.pack(output)
 
     def product(self) -> PackedProduct | None:
         """The output's product as it is now, None if the kernels cannot read its bias."""
-        num_out, num_in = self.output_sizes
-        bias = self.linears[3]._parameters["bias"]
-        is_known = bias is None or is_readable(bias, (num_out,))
-        return PackedProduct(self.output, bias, num_in) if is_known else None
+        return _product(self.linears[3], self.output, self.output_sizes, torch.float32)
 
     def compute(
         self,
@@ -402,6 +397,14 @@ class FusedAttention(FusedForward):
                 for bias, size in zip(biases, self.sizes, strict=True)
             ]
         )
+
+
+def _product(linear: nn.Linear, packed: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> PackedProduct | None:
+    """A linear of a packed weight of `shape` (num_out, num_in), as it is now; None if its bias cannot be read."""
+    bias = linear._parameters["bias"]
+    num_out, num_in = shape
+    is_known = bias is None or is_readable(bias, (num_out,), dtype)
+    return PackedProduct(packed, bias, num_in) if is_known else None
 
 
 def _is_tanh(activation: Any) -> bool:
