@@ -97,19 +97,9 @@ def current_context() -> AttentionContext | None:
 
 
 @contextmanager
-def attention_context(context: AttentionContext) -> Iterator[AttentionContext]:
-    """Run this thread's attention on `context` within the block."""
+def attention_context(context: AttentionContext | None) -> Iterator[None]:
+    """Run this thread's attention on `context` within the block; None for the user's, also within an iteration."""
     token = _context.set(context)
-    try:
-        yield context
-    finally:
-        _context.reset(token)
-
-
-@contextmanager
-def no_iteration() -> Iterator[None]:
-    """Have this thread's attention be the user's within the block, also in the middle of an iteration."""
-    token = _context.set(None)
     try:
         yield
     finally:

@@ -22,7 +22,7 @@ from transformers.generation import GenerationMixin, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from orca_hf import random_state
-from orca_hf.attention_context import current_context, no_iteration
+from orca_hf.attention_context import attention_context, current_context
 from orca_hf.config import OrcaConfig
 from orca_hf.eligibility import GENERATE_KEYWORDS, call_reasons, input_reasons, output_reasons, prepared_reasons
 from orca_hf.engines import Engine
@@ -45,6 +45,8 @@ from orca_hf.work import Work
 logger = logging.getLogger(__name__)
 
 _INSIDE = "generate() is called from inside a running call: a processor, criterion, streamer, hook or signal handler"
+
+_OWN = "the model has a generate() of its own"
 
 
 class OrcaGenerate:
@@ -124,11 +126,11 @@ class OrcaGenerate:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_inside():
-            with no_iteration():  # a signal's handler runs in the middle of a forward, too
+            with attention_context(None):  # a signal's handler runs in the middle of a forward, too
                 self._log_native([_INSIDE])
                 return self._native(*args, **kwargs)
-        if self._calls_own:
-            self._log_native(["the model has a generate() of its own"])
+        if self._calls_own:  # whose arguments only it knows
+            self._log_native([_OWN])
             return self._native(*args, **kwargs)
         args, kwargs = self._with_own(args, kwargs)
         arguments = self._bind(args, kwargs)
@@ -147,7 +149,7 @@ class OrcaGenerate:
     def explain(self, **kwargs: Any) -> list[str]:
         """Every reason why a call with these arguments goes to the native path; empty if Orca runs it."""
         if self._calls_own:
-            return ["the model has a generate() of its own"]
+            return [_OWN]
         arguments = self._bind(*self._with_own((), kwargs))
         modules = all_modules(self.model)
         reasons, generation_config = self._reasons(arguments, modules)
@@ -183,8 +185,6 @@ class OrcaGenerate:
         arguments = self._bind(*self._with_own((), kwargs))
         modules = all_modules(self.model)
         reasons, merged = self._reasons(arguments, modules)
-        if self._calls_own:
-            reasons.append("the model has a generate() of its own")
         engine = None
         if not reasons:
             engine, reasons = self._find_engine(modules)
@@ -286,6 +286,7 @@ class OrcaGenerate:
 
     def _model_reasons(self, modules: tuple[nn.Module, ...]) -> list[str]:
         return [
+            *([_OWN] if self._calls_own else ()),
             *model_reasons(self.model, modules),
             *module_reasons(modules, self._known),
             *training_reasons(self.model, modules),
