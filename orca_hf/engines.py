@@ -488,10 +488,10 @@ class Engine:
                 self._fail(calls[0], _as_seen_by(calls[0], error))
             else:
                 # No row can be told from the others, so they run again, in halves: who fails alone is at fault.
-                first = set(calls[: len(calls) // 2])
-                halves = [[step for step in iteration.steps if (step.request.owner in first) is is_first]
-                          for is_first in (True, False)]  # fmt: skip
-                self._halves.extendleft(Iteration(tuple(half)) for half in reversed(halves))
+                middle = len(calls) // 2
+                for half in (calls[middle:], calls[:middle]):  # the earlier half comes to stand in front
+                    steps = tuple(step for step in iteration.steps if step.request.owner in half)
+                    self._halves.appendleft(Iteration(steps))
             if faults := self.scheduler.faults():
                 logger.error(
                     "The ledger contradicts itself, and is made anew. Please report it: %s.", "; ".join(faults)

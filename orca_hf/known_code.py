@@ -107,9 +107,10 @@ class KnownCode:
                 return unknown
         # Functions that someone has put into the libraries' files which the classes are from.
         files = {kind.__module__ for kind in kinds} | {torch.nn.functional.__name__}
-        files = {file for file in files if file.partition(".")[0] in _LIBRARIES}
-        for file in files:
-            for name, value in list(vars(sys.modules.get(file, torch.nn.functional)).items()):
+        for file in files & sys.modules.keys():
+            if file.partition(".")[0] not in _LIBRARIES:
+                continue
+            for name, value in list(vars(sys.modules[file]).items()):
                 if type(value) is FunctionType and value not in self._known_functions:
                     if not self.is_known(value):
                         return f"{file.rpartition('.')[2]}.{name}"

@@ -222,14 +222,14 @@ class ModelRunner:
         """
         self._wanted += 1
 
-    def thread_modes(self) -> "ThreadModes":
+    def thread_modes(self) -> ThreadModes:
         """The modes of the calling thread that iterations change, for `restore`."""
         device = self.input_device.type
         if device == "meta":
             return ThreadModes(torch.is_grad_enabled(), None, False)
         return ThreadModes(torch.is_grad_enabled(), device, torch.is_autocast_enabled(device))
 
-    def restore(self, modes: "ThreadModes") -> None:
+    def restore(self, modes: ThreadModes) -> None:
         """Undo what an iteration of this thread has left where an interruption cut it off; may be called again."""
         leave_iteration()
         leave_batch_invariance()

@@ -166,13 +166,15 @@ class _Tee(BaseStreamer):
         self._stream = stream
         self._has_prompt = False
         self._prompt_is_streamed = prompt_is_streamed
+        self._tokens: list[int] = []
 
     def put(self, value: Tensor) -> None:
         is_prompt, self._has_prompt = not self._has_prompt, True
         if self._stream.streamer is not None and not (is_prompt and self._prompt_is_streamed):
             self._stream.streamer.put(value)
         if not is_prompt:
-            self._stream.catch_up([*self._stream.tokens, *value.reshape(-1).tolist()])
+            self._tokens += value.reshape(-1).tolist()
+            self._stream.catch_up(self._tokens)
 
     def end(self) -> None:
         error = self._stream.end_streamer()
