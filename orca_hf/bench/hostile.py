@@ -4,21 +4,18 @@ One client reads streams, one asks for /health again and again, and a third send
 """
 
 import asyncio
-import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from orca_hf.bench import plot, report
 from orca_hf.bench.hostile_bodies import Hostile, hostile, names
-from orca_hf.bench.live_server import LiveServer, live_server
-from orca_hf.bench.random_model import write_random_model
+from orca_hf.bench.live_server import LiveServer, server_of
 from orca_hf.errors import OrcaError
 
 HEALTH_LIMIT, PAUSE_LIMIT = 0.1, 0.25  # seconds: the median of /health, and the longest pause of a stream
@@ -90,13 +87,7 @@ def measure(arguments: Namespace) -> list[Point]:
         import httpx
     except ImportError as error:
         raise OrcaError(f"{error.name} is missing, which this bench needs: pip install 'orca-hf[bench]'.") from error
-    with ExitStack() as stack:
-        model = arguments.model
-        if model is None:
-            model = stack.enter_context(tempfile.TemporaryDirectory())
-            write_random_model(Path(model), arguments.seed)
-        flags = ["--dtype", "float32", "--max-body-bytes", str(arguments.body_bytes)]
-        server = stack.enter_context(live_server(model, flags, arguments.threads))
+    with server_of(arguments, ["--max-body-bytes", str(arguments.body_bytes)]) as server:
         return asyncio.run(_measure(server, arguments, partial(httpx.AsyncClient, timeout=_PATIENCE)))
 
 

@@ -5,14 +5,18 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import urllib.request
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
 
+from orca_hf.bench.random_model import write_random_model
 from orca_hf.errors import OrcaError
 
 _PATIENCE = 60  # seconds for its last words
@@ -78,6 +82,25 @@ def live_server(model: str, flags: Sequence[str], threads: int | None = None) ->
         process.communicate()
     if process.returncode not in (0, -signal.SIGTERM, 128 + signal.SIGTERM):
         raise OrcaError(f"orca-hf serve ended with status {process.returncode}.")
+
+
+@contextmanager
+def server_of(arguments: Namespace, flags: Sequence[str]) -> Iterator[LiveServer]:
+    """Serves the model that a bench is given, in float32, or a tiny random one where it is given none.
+
+    Args:
+        arguments: The bench's: its model, seed and threads.
+        flags: Of `orca-hf serve`, beside.
+
+    Raises:
+        OrcaError: As for `live_server`.
+    """
+    with ExitStack() as stack:
+        model = arguments.model
+        if model is None:
+            model = stack.enter_context(tempfile.TemporaryDirectory())
+            write_random_model(Path(model), arguments.seed)
+        yield stack.enter_context(live_server(model, ["--dtype", "float32", *flags], arguments.threads))
 
 
 def _url(process: subprocess.Popen[str]) -> str:

@@ -7,18 +7,14 @@ leave before their answer or in the middle of it. Whatever is answered is to be 
 import asyncio
 import random
 import re
-import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orca_hf.bench import plot, report
-from orca_hf.bench.live_server import LiveServer, live_server
-from orca_hf.bench.random_model import write_random_model
+from orca_hf.bench.live_server import LiveServer, server_of
 from orca_hf.bench.soak_requests import proper
 from orca_hf.errors import OrcaError
 
@@ -78,12 +74,7 @@ def measure(arguments: Namespace) -> list[Point]:
     except ImportError as error:
         raise OrcaError(f"{error.name} is missing, which a soak needs: pip install 'orca-hf[bench]'.") from error
     flags = ["--max-num-seqs", str(arguments.max_batch_size), "--max-slots", str(arguments.max_slots)]
-    with ExitStack() as stack:
-        model = arguments.model
-        if model is None:
-            model = stack.enter_context(tempfile.TemporaryDirectory())
-            write_random_model(Path(model), arguments.seed)
-        server = stack.enter_context(live_server(model, ["--dtype", "float32", *flags], arguments.threads))
+    with server_of(arguments, flags) as server:
         return [asyncio.run(_soak(server, arguments, Clients))]
 
 
