@@ -97,48 +97,30 @@ def function_mode(model: PreTrainedModel, draw: Random) -> tuple[str, AbstractCo
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def _set(change: Callable[[Any], object], value: Any, before: Any) -> Iterator[None]:
+    """A setting of PyTorch's within the block, and what it was before after it."""
+    change(value)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        change(before)
 
 
 def default_dtype(model: PreTrainedModel, draw: Random) -> tuple[str, AbstractContextManager[Any]]:
     """Tensors are made in another type."""
     dtype = draw.choice([torch.bfloat16, torch.float16, torch.float64])
-    return f"set_default_dtype({dtype})", _default_dtype(dtype)
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+    return f"set_default_dtype({dtype})", _set(torch.set_default_dtype, dtype, torch.get_default_dtype())
 
 
 def deterministic(model: PreTrainedModel, draw: Random) -> tuple[str, AbstractContextManager[Any]]:
     """PyTorch fills memory before it is used."""
-    return "use_deterministic_algorithms(True)", _deterministic()
-
-
-@contextmanager
-def _threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    before = torch.are_deterministic_algorithms_enabled()
+    return "use_deterministic_algorithms(True)", _set(torch.use_deterministic_algorithms, True, before)
 
 
 def threads(model: PreTrainedModel, draw: Random) -> tuple[str, AbstractContextManager[Any]]:
     """Two threads compute."""
-    return "set_num_threads(2)", _threads(2)
+    return "set_num_threads(2)", _set(torch.set_num_threads, 2, torch.get_num_threads())
 
 
 def gradients(model: PreTrainedModel, draw: Random) -> tuple[str, AbstractContextManager[Any]]:
